@@ -1,0 +1,320 @@
+"""Every knob of `freda`: frozen dataclasses, one per stage, read from TOML with `section.key=value` overrides.
+
+A run is described by one `Config`. Functions get the section they need, never the whole. A key that does not exist
+fails and names the nearest one that does; a value of the wrong type fails and says which type is wanted. The resolved
+config is written beside every run (`dump`), which is enough to repeat or resume it.
+
+`docs/config.md` is made from the help texts here: `python -m freda.config > docs/config.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from freda.errors import FredaError
+
+MethodName = Literal["autoregressive", "block-diffusion", "self-refine"]
+
+
+def knob(default: Any, help: str) -> Any:
+    """A config field: its default and the one line that documents it."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def require(condition: bool, message: str) -> None:
+    """Reject a value the user can fix."""
+    if not condition:
+        raise FredaError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """`[corpus]`: the embedded word problems that `freda prepare` writes as token shards."""
+
+    problems: int = knob(20_000, "training problems to write")
+    validation_problems: int = knob(512, "held-out problems in the validation shard")
+    steps: int = knob(1, "arithmetic steps per problem")
+    max_number: int = knob(99, "largest number in a problem")
+    vocab_size: int = knob(512, "rows of the tokenizer's table, BLANK included")
+    align: int = knob(8, "documents are filled with EOS to a multiple of this (a multiple of the block size)")
+    seed: int = knob(0, "seed of the generator")
+
+    def __post_init__(self) -> None:
+        require(self.problems >= 1, f"corpus.problems is {self.problems}; use 1 or more")
+        require(self.steps >= 1, f"corpus.steps is {self.steps}; use 1 or more")
+        require(self.max_number >= 9, f"corpus.max_number is {self.max_number}; use 9 or more")
+        require(self.align >= 1, f"corpus.align is {self.align}; use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """`[model]`: the shape of a Transformer trained from scratch. With `train.init` the checkpoint's shape is used."""
+
+    vocab_size: int = knob(0, "rows of the embedding table; 0 takes the tokenizer's")
+    dim: int = knob(128, "width of the residual stream")
+    layers: int = knob(4, "number of transformer layers")
+    heads: int = knob(4, "query heads")
+    kv_heads: int = knob(4, "key and value heads (grouped-query attention when fewer than heads)")
+    head_dim: int = knob(32, "width of one head")
+    ffn_dim: int = knob(384, "inner width of the feed-forward")
+    max_positions: int = knob(4096, "longest document the model is meant for")
+    rope_theta: float = knob(10_000.0, "base of the rotary frequencies")
+    rope_scaling: Mapping[str, Any] | None = knob(None, "Llama-3 frequency scaling, as in the checkpoint's config")
+    norm_eps: float = knob(1e-6, "epsilon of RMSNorm")
+    qk_norm: bool = knob(True, "RMSNorm on queries and keys (Qwen3)")
+    qkv_bias: bool = knob(False, "bias on the query, key and value projections (Qwen2.5)")
+    tied: bool = knob(True, "head and embedding share one matrix")
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim"):
+            require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}; use 1 or more")
+        require(
+            self.heads % self.kv_heads == 0,
+            f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}",
+        )
+        require(
+            not (self.qk_norm and self.qkv_bias),
+            "model.qk_norm and model.qkv_bias are both true; Qwen3 has the norm, Qwen2.5 the bias, no family has both",
+        )
+        require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}; rotary embedding needs an even number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """`[data]`: the token shards a run reads, and how documents become rows."""
+
+    path: str = knob("", "folder of token shards made by `freda prepare`")
+    seq_len: int = knob(128, "tokens per row")
+
+    def __post_init__(self) -> None:
+        require(self.seq_len >= 1, f"data.seq_len is {self.seq_len}; use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """`[method]`: what is trained. Everything decoding must repeat is stored in the model folder."""
+
+    name: MethodName = knob("self-refine", "autoregressive, block-diffusion or self-refine")
+    block_size: int = knob(4, "tokens per block, B")
+    passes: int = knob(3, "self-refine: most passes in training, K; a step runs t ~ Unif{1..K}")
+    feedback: Literal["soft", "hard"] = knob("soft", "self-refine: what the next pass sees of a prediction")
+    rescale: bool = knob(False, "self-refine: rescale the soft embedding to its expected norm (DMax)")
+    committed_hard: bool = knob(False, "self-refine: show committed positions as hard tokens")
+    replacement: Literal["iid", "prefix"] = knob("iid", "self-refine: which blanks show the truth in the first draft")
+    replacement_start: float = knob(0.3, "self-refine: share of blanks that show the truth at the start")
+    replacement_end: float = knob(0.1, "self-refine: the same share from half of the run on")
+    noise_min: float = knob(1e-3, "block-diffusion: least noise level t of a block")
+    noise_max: float = knob(1.0, "block-diffusion: greatest noise level t of a block")
+
+    def __post_init__(self) -> None:
+        require(self.block_size >= 1, f"method.block_size is {self.block_size}; use 1 or more")
+        require(self.passes >= 1, f"method.passes is {self.passes}; use 1 or more")
+        for name in ("replacement_start", "replacement_end"):
+            require(0 <= getattr(self, name) <= 1, f"method.{name} is {getattr(self, name)}; use 0 to 1")
+        require(
+            0 < self.noise_min <= self.noise_max <= 1,
+            f"method.noise_min {self.noise_min} and noise_max {self.noise_max} must satisfy 0 < min <= max <= 1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """`[train]`: the loop and its optimizer."""
+
+    init: str = knob("", "model folder to start from; empty trains from scratch with [model]")
+    steps: int = knob(1000, "optimizer steps")
+    batch_rows: int = knob(32, "rows per optimizer step")
+    group_rows: int = knob(16, "rows per forward; the rows of one group share the number of passes")
+    lr: float = knob(5e-5, "peak learning rate")
+    warmup_steps: int = knob(250, "linear warm-up")
+    schedule: Literal["constant", "cosine"] = knob("constant", "learning rate after the warm-up")
+    weight_decay: float = knob(0.01, "AdamW decay of matrices; norms and biases are left alone")
+    beta1: float = knob(0.9, "AdamW")
+    beta2: float = knob(0.999, "AdamW")
+    clip: float = knob(1.0, "largest gradient norm")
+    seed: int = knob(42, "seed of initial weights, row order and all noise")
+    validate_every: int = knob(0, "steps between validations; 0 validates at the end only")
+    validation_rows: int = knob(64, "rows of the validation shard that are used")
+    save_every: int = knob(0, "steps between checkpoints; 0 saves at the end only")
+    keep: int = knob(2, "checkpoints kept")
+    log_every: int = knob(10, "steps between lines of metrics.jsonl")
+    device: str = knob("auto", "auto, cpu or cuda")
+    dtype: Literal["float32", "bfloat16"] = knob("float32", "compute precision; master weights are always float32")
+    attention: Literal["auto", "sdpa", "flex"] = knob("auto", "auto is flex on CUDA, sdpa elsewhere")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_rows", "group_rows", "keep", "log_every", "validation_rows"):
+            require(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}; use 1 or more")
+        require(
+            self.batch_rows % self.group_rows == 0,
+            f"train.group_rows {self.group_rows} does not divide train.batch_rows {self.batch_rows}",
+        )
+        require(self.lr > 0, f"train.lr is {self.lr}; use a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run, resolved."""
+
+    corpus: CorpusConfig = CorpusConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    method: MethodConfig = MethodConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __post_init__(self) -> None:
+        block, row = self.method.block_size, self.data.seq_len
+        legal = ", ".join(str(n) for n in range(2, 65) if row % n == 0) or "1"
+        require(row % block == 0, f"method.block_size {block} does not divide data.seq_len {row}; use one of {legal}")
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def load(path: Path | None, overrides: Iterable[str] = ()) -> Config:
+    """The config in a TOML file (or the defaults) with `section.key=value` overrides applied, in order."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FredaError(f"there is no config file {path}") from None
+        except IsADirectoryError:
+            raise FredaError(f"{path} is a folder; name a .toml file in it") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise FredaError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply_override(values, override)
+    return from_dict(values)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """A `Config` from nested dictionaries; unknown keys and wrong types are errors."""
+    config: Config = _build(Config, values, "")
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested dictionaries, the inverse of `from_dict`; unset (None) values are left out."""
+    values = dataclasses.asdict(config)
+    return {
+        key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+def dump(config: Config) -> str:
+    """The config as TOML; `load` reads it back to the same value."""
+    lines = []
+    for section, values in to_dict(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + " }"
+    return repr(value)
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals or not dot or not key:
+        raise FredaError(f"--set wants section.key=value, for example train.lr=3e-4; got {override!r}")
+    target = values.setdefault(section, {})
+    if isinstance(target, dict):
+        target[key] = _parse_value(text.strip())
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value; what is not valid TOML is taken as a string, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            raise FredaError(_unknown_key(where, key, hints))
+    arguments = {}
+    for key, value in values.items():
+        hint, name = hints[key], f"{where}{key}"
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, Mapping):
+                raise FredaError(f"{name} is {value!r}; it is a section: write [{name}] and keys below it")
+            arguments[key] = _build(typing.cast(type, hint), value, f"{name}.")
+        else:
+            arguments[key] = _checked(hint, value, name)
+    return kind(**arguments)
+
+
+def _unknown_key(where: str, key: str, hints: Mapping[str, Any]) -> str:
+    kind = "key" if where else "section"
+    near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
+    return f"unknown {kind} '{where}{key}'; did you mean '{where}{near[0]}'? (legal: {', '.join(hints)})"
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    """`value` as type `hint`, or an error that names both."""
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        require(value in choices, f"{name} is {value!r}; use one of {', '.join(map(str, choices))}")
+        return value
+    if isinstance(hint, types.UnionType):  # only `X | None` is used
+        return value if value is None else _checked(typing.get_args(hint)[0], value, name)
+    if typing.get_origin(hint) is not None:
+        hint = typing.get_origin(hint)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+    require(right, f"{name} is {value!r} ({type(value).__name__}); it must be {_type_name(hint)}")
+    return value
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    return names.get(hint, "a table")
+
+
+# -- documentation ---------------------------------------------------------------------------------------------------
+
+
+def reference() -> str:
+    """The page `docs/config.md`."""
+    lines = [
+        "# Config reference",
+        "",
+        "Made by `python -m freda.config > docs/config.md`; do not edit by hand. A run is one TOML file with these",
+        "sections; `--set section.key=value` overrides a value on the command line.",
+    ]
+    for section in dataclasses.fields(Config):
+        kind = typing.get_type_hints(Config)[section.name]
+        lines += ["", f"## {(kind.__doc__ or '').strip()}", "", "| key | default | meaning |", "|---|---|---|"]
+        for field in dataclasses.fields(kind):
+            default = "none" if field.default is None else _toml(field.default)
+            lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(reference())

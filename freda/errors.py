@@ -1,0 +1,15 @@
+"""The one exception a user is meant to read.
+
+`FredaError` is a mistake the user can fix: it says what is wrong, the value that was seen, and what to do. The command
+line prints it as one line and leaves with exit code 2. Everything else that can go wrong is a bug of ours and keeps
+its traceback.
+"""
+
+
+class FredaError(Exception):
+    """A mistake the user can fix."""
+
+
+def missing_package(package: str, extra: str) -> FredaError:
+    """The error for an optional dependency that is not installed."""
+    return FredaError(f"this needs the package '{package}', which is not installed; run: pip install 'freda[{extra}]'")

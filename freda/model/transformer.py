@@ -1,0 +1,193 @@
+"""The one Transformer: Qwen3, Qwen2.5 and Llama shapes as flags of `ModelConfig`, not as copies.
+
+It maps embeddings to hidden states and knows no noise, no rank and no request: the mask says who sees whom, and `past`
+holds the keys and values of text that came before. The forward returns the keys and values of the tokens it was given,
+so the caller decides what to keep: training uses those of the clean half for every pass over the draft, decoding
+writes those of a committed block into its cache. Module names are the Hugging Face names (see `weights`).
+
+Shapes: R rows, T tokens, K keys, D width, H heads, C head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from freda.config import ModelConfig
+from freda.model.attention import Mask, attend
+
+
+class KeysValues(NamedTuple):
+    """What one layer remembers of some tokens: keys (rotated) and values, each (R, Hkv, T, C)."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in fp32 as the checkpoints were trained."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, over `past` and the given tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        dim, width = config.dim, config.head_dim
+        self.head_dim = width
+        self.q_proj = nn.Linear(dim, config.heads * width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(dim, config.kv_heads * width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(dim, config.kv_heads * width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.heads * width, dim, bias=False)
+        self.q_norm = RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, past: KeysValues | None
+    ) -> tuple[Tensor, KeysValues]:
+        """x (R, T, D) to (R, T, D), and the keys and values of x."""
+        rows, length, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(rows, length, -1, self.head_dim)).transpose(1, 2)  # (R, H, T, C)
+        k = self.k_norm(self.k_proj(x).view(rows, length, -1, self.head_dim)).transpose(1, 2)
+        v = self.v_proj(x).view(rows, length, -1, self.head_dim).transpose(1, 2)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        new = KeysValues(k, v)
+        if past is not None:
+            k = torch.cat([past.keys.to(k.dtype), k], dim=2)  # (R, Hkv, K, C)
+            v = torch.cat([past.values.to(v.dtype), v], dim=2)
+        out = attend(q, k, v, mask)
+        return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1)), new
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(R, T, D) to (R, T, D)."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """One transformer layer, pre-norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, past: KeysValues | None
+    ) -> tuple[Tensor, KeysValues]:
+        """x (R, T, D) to (R, T, D), and the keys and values of x."""
+        attended, new = self.self_attn(self.input_layernorm(x), rotary, mask, past)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), new
+
+
+class Transformer(nn.Module):
+    """Embedding, layers, final norm and head.
+
+    `blank_id` is the id of BLANK; logits are cut to the ids below it, so that loss, confidence, choice and likelihood
+    all speak of the same vocabulary, and neither BLANK nor an unused row of the table can ever be predicted.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, config: ModelConfig, blank_id: int) -> None:
+        super().__init__()
+        assert 0 < blank_id < config.vocab_size, (blank_id, config.vocab_size)
+        self.config, self.blank_id = config, blank_id
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.lm_head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
+
+    def forward(
+        self, x: Tensor, position: Tensor, mask: Mask, past: Sequence[KeysValues] | None = None
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """Embeddings x (R, T, D) at `position` (R, T), seeing `past` and each other as `mask` (T over K) allows.
+
+        Returns the hidden states after the final norm (R, T, D) and the keys and values of x in every layer.
+        """
+        rotary = self.rotary(position)
+        new = []
+        for index, layer in enumerate(self.layers):
+            x, kept = layer(x, rotary, mask, None if past is None else past[index])
+            new.append(kept)
+        return self.norm(x), new
+
+    def rotary(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the rotary angles, each (R, 1, T, C) in fp32."""
+        angles = position[:, None, :, None].float() * self.inv_freq  # (R, 1, T, C/2)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits over the ids below BLANK: (..., D) to (..., blank_id)."""
+        return F.linear(hidden, self.head_weight[: self.blank_id]).float()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix, (V, D)."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def init_weights(self, seed: int) -> None:
+        """Random weights, a function of the seed alone: std 0.02, residual outputs scaled down by depth."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in sorted(self.named_parameters()):
+            if weight.dim() < 2:
+                nn.init.constant_(weight, 0.0 if name.endswith("bias") else 1.0)
+                continue
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
+            with torch.no_grad():
+                weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of x (R, H, T, C), halves paired as in the Hugging Face checkpoints."""
+    cos, sin = rotary
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """Angle per position of each pair of channels, (C/2,), with Llama-3 scaling where the config asks for it."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequency = 1.0 / (config.rope_theta**exponent)
+    return frequency if config.rope_scaling is None else _llama3_scaling(frequency, config.rope_scaling)
+
+
+def _llama3_scaling(frequency: Tensor, scaling: Any) -> Tensor:
+    """Slow down wavelengths longer than the original context, keep short ones, blend between (Llama 3.1)."""
+    context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = context * frequency / (2 * math.pi)  # rotations within the original context
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (blend + (1 - blend) / factor)
