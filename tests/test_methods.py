@@ -1,0 +1,237 @@
+"""Training: what the losses are, what they see, and where their gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from freda.config import MethodConfig
+from freda.data.loader import Batch
+from freda.decode.generate import Request, generate
+from freda.methods import METHODS, autoregressive, block_diffusion, self_refine
+from freda.methods.draft import clean_half, draft_logits, label_loss, soft_embedding
+from freda.methods.method import Step
+from freda.model.attention import make_mask
+from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.transformer import Transformer
+from tests.conftest import BLANK, EOS, packed_batch
+
+
+def at(batch: Batch, passes: int = 1, step: int = 0, progress: float = 0.0) -> Step:
+    return Step(seed=1, step=step, row=torch.arange(len(batch.tokens)), progress=progress, passes=passes)
+
+
+def single_forward_logits(model: Transformer, x: Tensor, batch: Batch, size: int = 4) -> Tensor:
+    """The paper's forward: [draft | clean] in one sequence under one mask. The oracle of M7."""
+    tokens = concat(
+        draft_tokens(batch.document, batch.position, size), clean_tokens(batch.document, batch.position, size)
+    )
+    both = torch.cat([x, model.embed_tokens(batch.tokens)], dim=1)
+    hidden, _ = model(both, torch.cat([batch.position] * 2, dim=1), make_mask(tokens, tokens, "sdpa"))
+    return model.logits(hidden[:, : x.shape[1]])
+
+
+def gradients(model: Transformer, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def random_draft(model: Transformer, batch: Batch) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, EOS, batch.tokens.shape, generator=generator)
+    alpha = torch.rand(batch.tokens.shape, generator=generator)
+    return soft_embedding(model, ids, alpha, blank_id=BLANK)
+
+
+def test_clean_half_as_cache_equals_the_single_forward(model: Transformer, batch: Batch) -> None:
+    real = batch.document >= 0
+    cached = draft_logits(model, random_draft(model, batch), clean_half(model, batch, 4))
+    single = single_forward_logits(model, random_draft(model, batch), batch)
+    torch.testing.assert_close(cached[real], single[real])
+    got, expected = (gradients(model, label_loss(logits, batch).sum()) for logits in (cached, single))
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_draft_equal_to_the_clean_text_gives_the_block_causal_forward(model: Transformer, batch: Batch) -> None:
+    tokens = clean_tokens(batch.document, batch.position, 4)
+    with torch.no_grad():
+        hidden, _ = model(model.embed_tokens(batch.tokens), batch.position, make_mask(tokens, tokens, "sdpa"))
+        doubled = draft_logits(model, model.embed_tokens(batch.tokens), clean_half(model, batch, 4))
+    torch.testing.assert_close(doubled, model.logits(hidden))
+
+
+def test_gradient_of_a_step_is_that_of_its_last_pass_on_a_fixed_draft(
+    model: Transformer, batch: Batch, settings: MethodConfig
+) -> None:
+    """No backpropagation through the loop: two passes made beforehand, then frozen, give the same gradient."""
+    step = at(batch, passes=3)
+    got = gradients(model, self_refine.loss(model, batch, settings, step))
+    with torch.no_grad():
+        clean = clean_half(model, batch, 4)
+        draft = self_refine.initial_draft(model, batch, settings, step)
+        for _ in range(2):
+            _, draft = self_refine.refine(model, clean, draft, settings)
+    ids, alpha = (part.view_as(batch.tokens) for part in self_refine.rows(draft, settings))
+    logits = single_forward_logits(model, soft_embedding(model, ids, alpha, blank_id=BLANK), batch)
+    expected = gradients(model, label_loss(logits, batch).sum())
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4, msg=name)
+    earlier = gradients(model, self_refine.loss(model, batch, settings, at(batch, passes=2)))
+    assert any(not torch.allclose(got[name], earlier[name], rtol=1e-3) for name in got)
+
+
+def saved_bytes(compute: Callable[[], Tensor]) -> int:
+    """Bytes that autograd keeps for the backward pass of `compute`."""
+    seen: dict[int, int] = {}
+
+    def remember(tensor: Tensor) -> Tensor:
+        seen[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        result = compute()
+        assert result.requires_grad
+    return sum(seen.values())
+
+
+def test_memory_does_not_grow_with_the_passes(model: Transformer, batch: Batch, settings: MethodConfig) -> None:
+    one, many = (saved_bytes(lambda t=t: self_refine.loss(model, batch, settings, at(batch, passes=t))) for t in (1, 6))
+    assert many <= one * 1.02, "what is kept for backward must not depend on the number of passes"
+    unrolled = saved_bytes(lambda: _through_time(model, batch, settings))
+    assert unrolled > 2 * one, "the measure must notice a loop that is kept"
+
+
+def _through_time(model: Transformer, batch: Batch, settings: MethodConfig) -> Tensor:
+    clean = clean_half(model, batch, 4)
+    draft = self_refine.initial_draft(model, batch, settings, None)
+    total = torch.zeros(())
+    for _ in range(4):
+        logits, draft = self_refine.refine(model, clean, draft, settings)
+        total = total + label_loss(logits, batch).sum()
+    return total
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+@pytest.mark.parametrize("switch", [{}, {"feedback": "hard"}, {"rescale": True}])
+def test_training_drafts_are_decoding_drafts(model: Transformer, passes: int, switch: dict[str, object]) -> None:
+    """The draft a training pass leaves in block j is what `generate` makes after the clean blocks before it."""
+    settings = MethodConfig(block_size=4, **switch)  # type: ignore[arg-type]
+    batch = packed_batch([[12, 16], [20, 8]])
+    with torch.no_grad():
+        clean = clean_half(model, batch, 4)
+        draft = self_refine.initial_draft(model, batch, settings, None)
+        for _ in range(passes):
+            _, draft = self_refine.refine(model, clean, draft, settings)
+    for row, (begin, end) in [(0, (0, 12)), (0, (12, 28)), (1, (0, 20)), (1, (20, 28))]:
+        document = batch.tokens[row, begin:end].tolist()
+        asked = [
+            Request(prompt=document[:place], max_new_tokens=4, passes=passes, threshold=2.0)
+            for place in range(0, len(document), 4)
+        ]
+        made = generate(model, METHODS["self-refine"], settings, asked, stop_ids=[])
+        expected = draft.ids.view_as(batch.tokens)[row, begin:end].tolist()
+        assert [token for output in made for token in output.tokens] == expected
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
+def test_documents_do_not_see_each_other(model: Transformer, settings: MethodConfig, name: str) -> None:
+    """The loss of packed documents is the sum of the losses of each alone."""
+    batch, method = packed_batch([[8, 12]]), METHODS[name]
+    config = MethodConfig(block_size=4, noise_min=1.0, replacement_start=0, replacement_end=0)  # no row-keyed noise
+    parts = [Batch(*(part[:, begin:end] for part in batch)) for begin, end in ((0, 8), (8, 20))]
+    whole, *alone = (method.loss(model, part, config, at(part, passes=2)) for part in (batch, *parts))
+    torch.testing.assert_close(whole, alone[0] + alone[1])
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
+def test_padding_changes_nothing(model: Transformer, settings: MethodConfig, name: str) -> None:
+    short, method = packed_batch([[8]]), METHODS[name]
+    padded = Batch(
+        torch.cat([short.tokens, torch.full((1, 8), EOS)], dim=1),
+        torch.cat([short.document, torch.full((1, 8), -1, dtype=torch.int32)], dim=1),
+        torch.cat([short.position, torch.zeros(1, 8, dtype=torch.int32)], dim=1),
+        torch.cat([short.fill, torch.zeros(1, 8, dtype=torch.bool)], dim=1),
+    )
+    one, two = (method.loss(model, b, settings, at(b, passes=2)) for b in (short, padded))
+    torch.testing.assert_close(one, two)
+    assert method.labels(padded).sum() == method.labels(short).sum()
+
+
+def test_future_text_is_invisible(model: Transformer) -> None:
+    """Changing clean blocks from j on leaves the draft logits of blocks up to j alone."""
+    batch = packed_batch([[16]])
+    changed = batch._replace(tokens=torch.cat([batch.tokens[:, :8], (batch.tokens[:, 8:] + 1) % EOS], dim=1))
+    with torch.no_grad():
+        x = random_draft(model, batch)
+        before, after = (draft_logits(model, x, clean_half(model, b, 4)) for b in (batch, changed))
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.allclose(before[:, 12:], after[:, 12:])
+
+
+def test_autoregressive_loss_skips_fill_and_document_starts(model: Transformer) -> None:
+    batch = packed_batch([[8, 4]])
+    assert autoregressive.labels(batch)[0].int().tolist() == [0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0]
+    with torch.no_grad():
+        logits = autoregressive.next_token_logits(model, batch).log_softmax(-1)[0]
+    expected = -sum(logits[place - 1, batch.tokens[0, place]] for place in (1, 2, 3, 4, 5, 6, 9, 10))
+    torch.testing.assert_close(autoregressive.loss(model, batch, MethodConfig(), at(batch)), torch.as_tensor(expected))
+
+
+def test_block_methods_learn_to_fill_the_last_block() -> None:
+    batch = packed_batch([[8, 4]])
+    assert self_refine.labels(batch).all() and block_diffusion.labels(batch).all()
+
+
+def test_block_diffusion_loss_is_the_weighted_sum(model: Transformer, batch: Batch, settings: MethodConfig) -> None:
+    step = at(batch)
+    level, masked = block_diffusion.noise(batch, settings, step)
+    blocks = level.view(len(batch.tokens), -1, 4)
+    assert (blocks == blocks[..., :1]).all() and blocks[..., 0].unique().numel() > 10, "one t per block"
+    ids = torch.where(masked, BLANK, batch.tokens)
+    with torch.no_grad():
+        log_p = single_forward_logits(model, model.embed_tokens(ids), batch).log_softmax(-1)
+    expected = 0.0
+    for row, place in (masked & (batch.document >= 0)).nonzero().tolist():
+        expected -= float(log_p[row, place, batch.tokens[row, place]] / level[row, place])
+    assert block_diffusion.loss(model, batch, settings, step).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_block_diffusion_masks_a_share_t_of_each_block() -> None:
+    batch = packed_batch([[512]] * 64)
+    level, masked = block_diffusion.noise(batch, MethodConfig(noise_min=0.2, noise_max=0.4), at(batch))
+    assert level.min() >= 0.2 and level.max() <= 0.4
+    assert float(masked.float().mean()) == pytest.approx(0.3, abs=0.01)
+    assert float((masked / level).mean()) == pytest.approx(1.0, abs=0.03), "1/t makes every token count once"
+
+
+@pytest.mark.parametrize("kind", ["iid", "prefix"])
+def test_replacement_shows_its_share_of_the_truth(model: Transformer, kind: str) -> None:
+    batch = packed_batch([[512]] * 64)
+    config = MethodConfig(replacement=kind, replacement_start=0.3, replacement_end=0.1)  # type: ignore[arg-type]
+    for progress, share in ((0.0, 0.3), (0.25, 0.2), (0.5, 0.1), (1.0, 0.1)):
+        shown = self_refine.replaced(batch, config, at(batch, progress=progress))
+        assert float(shown.float().mean()) == pytest.approx(share, abs=0.01)
+    prefixes = (shown.int().diff(dim=-1) <= 0).all()
+    assert bool(prefixes) == (kind == "prefix")
+    draft = self_refine.initial_draft(model, batch, config, at(batch))
+    shown = self_refine.replaced(batch, config, at(batch))
+    truth = batch.tokens.view(-1, 4)
+    assert torch.equal(draft.ids, torch.where(shown, truth, BLANK)) and torch.equal(draft.prob, shown.float())
+    assert not draft.given.any(), "later passes may overwrite what was shown"
+
+
+def test_validation_has_a_loss_for_every_pass(model: Transformer, batch: Batch, settings: MethodConfig) -> None:
+    with torch.no_grad():
+        numbers = self_refine.validate(model, batch, settings, at(batch))
+        blank = self_refine.loss(
+            model, batch, MethodConfig(replacement_start=0, replacement_end=0), at(batch, passes=2)
+        )
+    assert {f"pass{n}" for n in (1, 2, 3, 4)} <= numbers.keys()
+    torch.testing.assert_close(numbers["pass2"], blank)
+    torch.testing.assert_close(numbers["loss"], numbers["pass3"])
