@@ -100,14 +100,14 @@ def test_autoregressive_closes_after_one_pass() -> None:
 def test_soft_embedding_is_the_equation_and_exact_at_its_ends(model: Transformer) -> None:
     table = model.embed_tokens.weight
     ids, alpha = torch.tensor([[3, 4, 5]]), torch.tensor([[0.0, 0.3, 1.0]])
-    out = soft_embedding(model, ids, alpha, blank_id=BLANK)[0]
+    out = soft_embedding(model, ids, alpha)[0]
     assert torch.equal(out[0], table[BLANK]) and torch.equal(out[2], table[5])
     torch.testing.assert_close(out[1], 0.3 * table[4] + 0.7 * table[BLANK])
 
 
 def test_rescaled_embedding_has_the_expected_norm(model: Transformer) -> None:
     table = model.embed_tokens.weight
-    out = soft_embedding(model, torch.tensor([[4]]), torch.tensor([[0.3]]), blank_id=BLANK, rescale=True)[0, 0]
+    out = soft_embedding(model, torch.tensor([[4]]), torch.tensor([[0.3]]), rescale=True)[0, 0]
     expected = 0.3 * table[4].norm() + 0.7 * table[BLANK].norm()
     torch.testing.assert_close(out.norm(), expected)
 

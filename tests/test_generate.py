@@ -110,7 +110,7 @@ def naive_pass(model: Transformer, clean: list[int], ids: torch.Tensor, alpha: t
         clean_tokens(zero[:, : len(clean)], position[:, : len(clean)], 4),
         draft_tokens(zero[:, len(clean) :], position[:, len(clean) :], 4),
     )
-    x = torch.cat([model.embed_tokens(torch.tensor([clean])), soft_embedding(model, ids, alpha, blank_id=BLANK)], dim=1)
+    x = torch.cat([model.embed_tokens(torch.tensor([clean])), soft_embedding(model, ids, alpha)], dim=1)
     hidden, _ = model(x, position, make_mask(rows, rows, "sdpa"))
     return model.logits(hidden[:, len(clean) :])
 

@@ -44,7 +44,7 @@ def random_draft(model: Transformer, batch: Batch) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, EOS, batch.tokens.shape, generator=generator)
     alpha = torch.rand(batch.tokens.shape, generator=generator)
-    return soft_embedding(model, ids, alpha, blank_id=BLANK)
+    return soft_embedding(model, ids, alpha)
 
 
 def test_clean_half_as_cache_equals_the_single_forward(model: Transformer, batch: Batch) -> None:
@@ -78,7 +78,7 @@ def test_gradient_of_a_step_is_that_of_its_last_pass_on_a_fixed_draft(
         for _ in range(2):
             _, draft = self_refine.refine(model, clean, draft, settings)
     ids, alpha = (part.view_as(batch.tokens) for part in self_refine.rows(draft, settings))
-    logits = single_forward_logits(model, soft_embedding(model, ids, alpha, blank_id=BLANK), batch)
+    logits = single_forward_logits(model, soft_embedding(model, ids, alpha), batch)
     expected = gradients(model, label_loss(logits, batch).sum())
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4, msg=name)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from freda.config import ModelConfig
-from freda.model.attention import Mask, attend
+from freda.model.attention import Backend, Mask, attend
 
 
 class KeysValues(NamedTuple):
@@ -122,6 +122,7 @@ class Transformer(nn.Module):
         super().__init__()
         assert 0 < blank_id < config.vocab_size, (blank_id, config.vocab_size)
         self.config, self.blank_id = config, blank_id
+        self.backend: Backend = "sdpa"  # how masks are made for this model; see `attention`
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)

@@ -1,0 +1,163 @@
+"""A block being drafted: its state, what the model sees of it, and what a prediction does to it.
+
+The pieces that the block methods share. All are pure functions on tensors over N blocks at once; N is the requests of
+a batch in decoding and all blocks of all rows in training, so both run the very same code. No function branches on a
+value or waits for the device.
+
+Shapes: N blocks, B tokens per block, R rows, L tokens per row, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from freda.data.loader import Batch
+from freda.methods.noise import Purpose, gumbel
+from freda.model.attention import Mask, make_mask
+from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.transformer import KeysValues, Transformer
+
+
+class Draft(NamedTuple):
+    """N blocks in the middle of being drafted."""
+
+    ids: Tensor  # (N, B) int64: the current token of each position, BLANK where there is none
+    prob: Tensor  # (N, B) fp32: the model's probability of that token; 0 for BLANK, 1 for what was given
+    given: Tensor  # (N, B) bool: prompt tokens inside the block, never changed
+    committed: Tensor  # (N, B) bool: positions the method is sure of after the last pass
+    passes: Tensor  # (N,) int64: passes done
+    closed: Tensor  # (N,) bool: the block is final
+
+
+class Rules(NamedTuple):
+    """When a block closes; one entry per block, so that every request of a batch can have its own."""
+
+    passes: Tensor  # (N,) int64: K, most passes
+    threshold: Tensor  # (N,) fp32: η, probability from which a position is committed; above 1 never
+    stop_ids: Tensor  # (E,) int64: tokens that end a text
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen from its distribution; one entry per block."""
+
+    temperature: Tensor  # (N,) fp32: 0 is argmax
+    top_p: Tensor  # (N,) fp32: 1 keeps all
+    seed: Tensor  # (N,) int64
+
+
+class Prediction(NamedTuple):
+    """What one pass says: a token for every position and its raw probability."""
+
+    ids: Tensor  # (N, B) int64
+    prob: Tensor  # (N, B) fp32
+
+
+def start(ids: Tensor, given: Tensor, blank_id: int) -> Draft:
+    """Fresh blocks: `ids` where `given`, BLANK elsewhere."""
+    return Draft(
+        ids=torch.where(given, ids, blank_id),
+        prob=given.float(),
+        given=given,
+        committed=given,
+        passes=torch.zeros_like(ids[:, 0]),
+        closed=torch.zeros_like(given[:, 0]),
+    )
+
+
+def merge(keep: Tensor, old: Draft, new: Draft) -> Draft:
+    """`old` where `keep` (N,) is true, `new` elsewhere."""
+    return Draft(*(torch.where(keep if a.dim() == 1 else keep[:, None], a, b) for a, b in zip(old, new, strict=True)))
+
+
+def advance(old: Draft, ids: Tensor, prob: Tensor, committed: Tensor, rules: Rules) -> Draft:
+    """The state after a pass (M11): a block closes when all of it is committed, when a stop token lies in the
+    committed run at its left, or when its passes are used up. Closed blocks stay as they are."""
+    run = leftmost_run(committed)
+    stopped = (run & torch.isin(ids, rules.stop_ids) & ~old.given).any(-1)
+    passes = old.passes + 1
+    closed = committed.all(-1) | stopped | (passes >= rules.passes)
+    return merge(old.closed, old, Draft(ids, prob, old.given, committed, passes, closed))
+
+
+def leftmost_run(confident: Tensor) -> Tensor:
+    """The positions (N, B) up to the first that is not confident."""
+    return confident.cumprod(-1).bool()
+
+
+def soft_embedding(model: Transformer, ids: Tensor, alpha: Tensor, *, rescale: bool = False) -> Tensor:
+    """Eq. soft_prediction_embedding: α·E(x̂) + (1−α)·E(BLANK), (..., D). Exact at α = 0 and α = 1.
+
+    `rescale` gives the mixture the mean of the two norms, weighted alike, as DMax does.
+    """
+    blank = model.embed_tokens.weight[model.blank_id]
+    token = model.embed_tokens(ids)
+    weight = alpha[..., None].to(token.dtype)
+    mixed = torch.lerp(blank.expand_as(token), token, weight)
+    if rescale:
+        norm = torch.lerp(blank.norm().expand_as(weight), token.norm(dim=-1, keepdim=True), weight)
+        mixed = mixed * norm / mixed.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+    return mixed
+
+
+def predict(logits: Tensor, sampling: Sampling | None = None, position: Tensor | None = None) -> Prediction:
+    """Choose a token for every position of logits (N, B, V). Its probability is always the raw one (M16)."""
+    log_p = logits.log_softmax(-1)
+    ids = logits.argmax(-1)
+    if sampling is not None:
+        assert position is not None
+        drawn = _sampled_logits(logits, sampling, position).argmax(-1)
+        ids = torch.where(sampling.temperature[:, None] > 0, drawn, ids)
+    return Prediction(ids, log_p.gather(-1, ids[..., None])[..., 0].exp())
+
+
+def _sampled_logits(logits: Tensor, sampling: Sampling, position: Tensor) -> Tensor:
+    """Logits whose argmax is a sample. The noise belongs to (seed, position): the same in every pass, or tokens would
+    flicker from pass to pass, and independent of the rest of the batch."""
+    scaled = logits / sampling.temperature[:, None, None].clamp_min(1e-6)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    mass = ordered.softmax(-1)
+    dropped = mass.cumsum(-1) - mass >= sampling.top_p[:, None, None]  # the token that crosses top_p stays
+    beyond = torch.zeros_like(dropped).scatter(-1, order, dropped)
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    noise = gumbel(Purpose.SAMPLING, sampling.seed[:, None, None], position[:, :, None], token)
+    return (scaled + noise).masked_fill(beyond, float("-inf"))
+
+
+# -- drafts of whole rows: training and teacher-forced evaluation ----------------------------------------------------
+
+
+class CleanHalf(NamedTuple):
+    """The committed text of packed rows as a cache (M7): every pass over the draft half sees it."""
+
+    past: list[KeysValues]
+    mask: Mask  # draft tokens over [clean, draft] keys
+    position: Tensor  # (R, L)
+
+    def detached(self) -> CleanHalf:
+        """The same for passes without gradient."""
+        past = [KeysValues(layer.keys.detach(), layer.values.detach()) for layer in self.past]
+        return self._replace(past=past)
+
+
+def clean_half(model: Transformer, batch: Batch, block_size: int) -> CleanHalf:
+    """Run the clean half once; `t` passes then cost t more halves instead of t whole `[draft, clean]` forwards."""
+    clean = clean_tokens(batch.document, batch.position, block_size)
+    draft = draft_tokens(batch.document, batch.position, block_size)
+    _, past = model(model.embed_tokens(batch.tokens), batch.position, make_mask(clean, clean, model.backend))
+    return CleanHalf(past, make_mask(draft, concat(clean, draft), model.backend), batch.position)
+
+
+def draft_logits(model: Transformer, x: Tensor, clean: CleanHalf) -> Tensor:
+    """One pass over the draft half: embeddings x (R, L, D) to logits (R, L, V)."""
+    hidden, _ = model(x, clean.position, clean.mask, clean.past)
+    return model.logits(hidden)
+
+
+def label_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy of every position with its own token (M3: no shift), 0 on padding: (R, L) fp32."""
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.tokens.flatten(), reduction="none").view_as(batch.tokens)
+    return losses * (batch.document >= 0)

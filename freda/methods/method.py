@@ -1,0 +1,53 @@
+"""What a method is: a module with these functions, passed around as a value.
+
+`train` calls `labels`, `loss` and `validate`; `decode` calls `rows` and `update` around each forward. A method sees its
+own section of the config and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from freda.config import MethodConfig
+from freda.data.loader import Batch
+from freda.methods.draft import Draft, Prediction, Rules
+from freda.model.transformer import Transformer
+
+
+class Step(NamedTuple):
+    """Where training stands, for one group of rows: the key of all its noise (M6)."""
+
+    seed: int
+    step: int
+    row: Tensor  # (R,) int64: row numbers within the step's whole batch
+    progress: float  # share of the run that is done, 0 to 1
+    passes: int  # t: how many passes this group runs
+
+
+class Method(Protocol):
+    """The functions of a method's module."""
+
+    DRAFTS: bool
+    """True: a forward carries the rows of a draft and predicts at them. False: it predicts after the last token."""
+
+    def labels(self, batch: Batch) -> Tensor:
+        """Which tokens are predicted in training, (R, L) bool."""
+
+    def loss(self, model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
+        """Training loss summed over the labels, with gradient."""
+
+    def validate(self, model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:
+        """Named validation numbers, each summed over the labels."""
+
+    def rows(self, draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:
+        """What the model sees of a draft: ids (N, B) and their weights α (N, B) against BLANK."""
+
+    def update(self, draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
+        """The draft after a pass that gave `prediction`."""
+
+
+def block_size(method: Method, config: MethodConfig) -> int:
+    """Tokens per block in decoding; a method that does not draft makes one token at a time."""
+    return config.block_size if method.DRAFTS else 1

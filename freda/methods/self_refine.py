@@ -1,0 +1,123 @@
+"""Self-refinement, the paper's method: the model sees its own draft again and revises it.
+
+Training (algorithm 1, stage I): draw t from 1..K, make t−1 passes without gradient from a blank draft, and train the
+last pass to predict the clean block (Eq. self_refine_loss). The intermediate states are the model's own drafts; there
+is no corruption process. Decoding (algorithm 2): the same passes; the leftmost run of positions of probability η or
+more is committed, recomputed after each pass, and until the block closes every position may be revised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freda.config import MethodConfig
+from freda.data.loader import Batch
+from freda.methods.draft import (
+    CleanHalf,
+    Draft,
+    Prediction,
+    Rules,
+    advance,
+    clean_half,
+    draft_logits,
+    label_loss,
+    leftmost_run,
+    predict,
+    soft_embedding,
+    start,
+)
+from freda.methods.method import Step
+from freda.methods.noise import Purpose, uniform
+from freda.model.transformer import Transformer
+
+DRAFTS = True
+COMMITTED_IN_TRAINING = 0.9  # η of the `committed_hard` ablation while training
+VALIDATION_PASSES = 4
+
+
+def labels(batch: Batch) -> Tensor:
+    """Every token, the EOS fill too: the model learns to close a block."""
+    return batch.document >= 0
+
+
+def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
+    """Eq. self_refine_loss after t−1 passes without gradient (M6, M7): nothing is kept of them but the draft."""
+    clean = clean_half(model, batch, config.block_size)
+    draft = initial_draft(model, batch, config, step)
+    with torch.no_grad():
+        for _ in range(step.passes - 1):
+            _, draft = refine(model, clean.detached(), draft, config)
+    return label_loss(pass_logits(model, clean, draft, config), batch).sum()
+
+
+def refine(model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig) -> tuple[Tensor, Draft]:
+    """One pass over the drafts of all blocks of packed rows: its logits (R, L, V) and the drafts it leaves."""
+    logits = pass_logits(model, clean, draft, config)
+    never = torch.full_like(draft.passes, 2, dtype=torch.float32)
+    threshold = torch.full_like(never, COMMITTED_IN_TRAINING) if config.committed_hard else never
+    rules = Rules(draft.passes + 2, threshold, draft.ids.new_empty(0))
+    draft = update(draft, predict(logits.view(*draft.ids.shape, -1)), rules)
+    return logits, draft._replace(closed=torch.zeros_like(draft.closed))  # teacher-forced drafts never end early
+
+
+def pass_logits(model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig) -> Tensor:
+    """One pass over the drafts of all blocks of packed rows, (R, L, V)."""
+    ids, alpha = (part.view_as(clean.position) for part in rows(draft, config))
+    return draft_logits(model, soft_embedding(model, ids, alpha, rescale=config.rescale), clean)
+
+
+def initial_draft(model: Transformer, batch: Batch, config: MethodConfig, step: Step | None) -> Draft:
+    """Blank blocks, some positions of which show the truth while training (M8). (N, B) with N = R·L/B."""
+    tokens = batch.tokens.view(-1, config.block_size)
+    draft = start(tokens, torch.zeros_like(tokens, dtype=torch.bool), model.blank_id)
+    if step is None:
+        return draft
+    shown = replaced(batch, config, step)
+    return draft._replace(ids=torch.where(shown, tokens, draft.ids), prob=shown.float())
+
+
+def replaced(batch: Batch, config: MethodConfig, step: Step) -> Tensor:
+    """Which positions of the first draft show their true token, (N, B)."""
+    row = step.row.to(batch.tokens.device)[:, None]
+    place = torch.arange(batch.tokens.shape[1], device=row.device)
+    draw = uniform(Purpose.REPLACEMENT, step.seed, step.step, row, place)
+    shown = (draw < replacement_share(config, step.progress)).view(-1, config.block_size)
+    if config.replacement == "prefix":  # as many as independent draws show, but from the left: a prompt's tail
+        shown = torch.arange(config.block_size, device=row.device) < shown.sum(-1, keepdim=True)
+    return shown
+
+
+def replacement_share(config: MethodConfig, progress: float) -> float:
+    """r: falls linearly over the first half of the run, then stays."""
+    return config.replacement_start + (config.replacement_end - config.replacement_start) * min(1.0, 2 * progress)
+
+
+def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:
+    """Loss and token accuracy of each pass from blank drafts over clean text."""
+    clean = clean_half(model, batch, config.block_size)
+    draft = initial_draft(model, batch, config, None)
+    numbers: dict[str, Tensor] = {}
+    for index in range(1, VALIDATION_PASSES + 1):
+        logits, draft = refine(model, clean, draft, config)
+        numbers[f"pass{index}"] = label_loss(logits, batch).sum()
+        numbers[f"accuracy{index}"] = ((logits.argmax(-1) == batch.tokens) & labels(batch)).sum()
+    return {"loss": numbers[f"pass{min(config.passes, VALIDATION_PASSES)}"], **numbers}
+
+
+def rows(draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:
+    """Eq. soft_prediction_embedding's α (M5): the probability of the shown token; 1 for given tokens."""
+    alpha = draft.prob
+    if config.feedback == "hard":
+        alpha = (alpha > 0).float()
+    if config.committed_hard:
+        alpha = torch.where(draft.committed, 1.0, alpha)
+    return draft.ids, alpha
+
+
+def update(draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
+    """Take over the whole prediction, except where tokens were given; commit the leftmost sure run (M11, M12)."""
+    ids = torch.where(draft.given, draft.ids, prediction.ids)
+    prob = torch.where(draft.given, 1.0, prediction.prob)
+    committed = leftmost_run(draft.given | (prob >= rules.threshold[:, None]))
+    return advance(draft, ids, prob, committed, rules)
