@@ -1,0 +1,85 @@
+"""Drafts made visible: each pass of a block as a line of tokens, coloured by confidence.
+
+On a terminal `LiveDrafts` redraws the text in place while it is being made; elsewhere every pass is a plain line. A
+committed token carries a mark that does not depend on colour.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from freda.data.tokenizer import Tokenizer
+from freda.decode.generate import Pass
+
+COMMITTED, OPEN = "✓", "?"
+# Confidence from which a colour is used, the surest first.
+COLOURS = ((0.9, "bold green"), (0.6, "yellow"), (0.3, "dark_orange"), (0.0, "red"))
+CELL = 8  # columns of one token, so that the passes of a block line up
+
+
+def colour(prob: float) -> str:
+    """The style of a token of this probability."""
+    return next(style for least, style in COLOURS if prob >= least)
+
+
+def pass_line(step: Pass, tokenizer: Tokenizer) -> Text:
+    """One pass of one block: its tokens, each with its mark and probability."""
+    line = Text(f"block {step.block:<3} pass {step.number}  ", style="dim")
+    cells = zip(tokenizer.pieces(step.ids), step.prob, step.given, step.committed, strict=True)
+    for piece, prob, given, committed in cells:
+        if given:
+            line.append(f" {piece:<{CELL}}     ", style="blue")
+        else:
+            mark = COMMITTED if committed else OPEN
+            line.append(f" {piece:<{CELL}}{mark}{prob:.2f}", style=colour(prob))
+    return line
+
+
+class LiveDrafts:
+    """Draws the passes of one request as they happen; give it to `generate` as `watch`."""
+
+    def __init__(
+        self, prompt: Sequence[int], tokenizer: Tokenizer, *, file: TextIO | None = None, pause: float = 0.0
+    ) -> None:
+        self.tokenizer, self.pause = tokenizer, pause
+        self.console = Console(file=file or sys.stderr, highlight=False)
+        self.live = Live(console=self.console, auto_refresh=False, transient=True)
+        self.ids = list(prompt)
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def __call__(self, step: Pass) -> None:
+        """Show one pass."""
+        if self.console.is_terminal:
+            self.live.update(self._picture(step), refresh=True)
+            time.sleep(self.pause)
+        else:
+            self.console.print(pass_line(step, self.tokenizer), soft_wrap=True)
+        if step.closed:
+            self.ids += [token for token, given in zip(step.ids, step.given, strict=True) if not given]
+
+    def _picture(self, step: Pass) -> Text:
+        """The text so far, the block in its colours, and a line that says where we are."""
+        picture = Text(self.tokenizer.decode(self.ids))
+        cells = zip(step.ids, step.prob, step.given, step.committed, strict=True)
+        for token, prob, given, committed in cells:
+            if not given:
+                piece = self.tokenizer.decode([token]) or self.tokenizer.pieces([token])[0]
+                picture.append(piece, style=colour(prob) + (" underline" if committed else ""))
+        sure = sum(step.committed)
+        picture.append(f"\n\nblock {step.block}, pass {step.number}: {sure} of {len(step.ids)} committed", style="dim")
+        return picture
