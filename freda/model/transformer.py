@@ -11,14 +11,15 @@ Shapes: R rows, T tokens, K keys, D width, H heads, C head width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from freda.config import ModelConfig
+from freda.errors import FredaError
 from freda.model.attention import Backend, Mask, attend
 
 
@@ -185,10 +186,21 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     return frequency if config.rope_scaling is None else _llama3_scaling(frequency, config.rope_scaling)
 
 
-def _llama3_scaling(frequency: Tensor, scaling: Any) -> Tensor:
+def _llama3_scaling(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
     """Slow down wavelengths longer than the original context, keep short ones, blend between (Llama 3.1)."""
     context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = context * frequency / (2 * math.pi)  # rotations within the original context
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return frequency * (blend + (1 - blend) / factor)
+
+
+def pick_device(name: str) -> torch.device:
+    """Resolve `auto` to CUDA where there is a GPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise FredaError(f"there is no device {name!r}; use auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise FredaError("the device is cuda, but no GPU is visible; use auto or cpu")
+    return torch.device(name)

@@ -1,0 +1,251 @@
+"""The one training loop. What is trained is a method passed to it as a value.
+
+`train` is setup, steps, checkpoints and validation. A step is `batch_rows` rows, cut into groups of `group_rows` that
+share a number of passes; their gradients add up, each divided by the labels of the whole step. Everything random is a
+function of (seed, step, row, position), so a resumed run gives the very losses of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freda import config as config_module
+from freda.config import Config, require
+from freda.data.loader import Batch, Loader
+from freda.data.tokenizer import Tokenizer
+from freda.errors import FredaError
+from freda.methods import METHODS
+from freda.methods.method import Method, Step
+from freda.model.attention import pick_backend
+from freda.model.transformer import Transformer, pick_device
+from freda.model.weights import load_model
+from freda.train import checkpoint
+from freda.train.metrics import MetricsFile, ProgressLine
+from freda.train.optim import learning_rate, make_optimizer, pass_numbers
+
+VALIDATION_STEP = 0  # validation noise is that of a fixed step, so that its numbers can be compared
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    checkpoint: Path
+    step: int
+    interrupted: str  # the signal that stopped it, or empty
+    validation: dict[str, float]
+    seconds: float
+
+
+@dataclass
+class Run:
+    """Everything a step needs."""
+
+    config: Config
+    method: Method
+    model: Transformer
+    tokenizer: Tokenizer
+    optimizer: torch.optim.AdamW
+    rows: Loader
+    validation_rows: Loader
+    device: torch.device
+
+
+def new_run(config: Config, folder: Path) -> None:
+    """Make the run folder and store the resolved config in it."""
+    if folder.exists() and any(folder.iterdir()):
+        raise FredaError(
+            f"{folder} is not empty; go on with it by: freda train --resume {folder}, or choose another folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(config_module.dump(config), encoding="utf-8")
+
+
+def resume_run(folder: Path) -> Config:
+    """The config of an existing run that has a checkpoint to go on from."""
+    checkpoint.latest(folder)
+    return config_module.load(folder / "config.toml")
+
+
+def setup(config: Config) -> Run:
+    """Model, data and optimizer of a run, checked against each other."""
+    device = pick_device(config.train.device)
+    require(bool(config.data.path), "data.path is empty; name a folder made by freda prepare")
+    shards, seq_len, seed = Path(config.data.path), config.data.seq_len, config.train.seed
+    rows = Loader(shards, "train", seq_len=seq_len, seed=seed)
+    align, block = rows.manifest.align, config.method.block_size
+    require(
+        align % block == 0,
+        f"method.block_size {block} does not divide the shards' align {align}; prepare them with align={block}",
+    )
+    model, tokenizer = _initial_model(config)
+    rows.check_tokenizer(tokenizer)
+    model.to(device)
+    model.backend = pick_backend(config.train.attention, device)
+    return Run(
+        config=config,
+        method=METHODS[config.method.name],
+        model=model,
+        tokenizer=tokenizer,
+        optimizer=make_optimizer(model, config.train),
+        rows=rows,
+        validation_rows=Loader(shards, "validation", seq_len=seq_len, seed=seed),
+        device=device,
+    )
+
+
+def _initial_model(config: Config) -> tuple[Transformer, Tokenizer]:
+    if config.train.init:
+        loaded = load_model(Path(config.train.init))
+        return loaded.model, loaded.tokenizer
+    tokenizer = Tokenizer.load(Path(config.data.path))
+    shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=tokenizer.size)
+    require(
+        shape.vocab_size >= tokenizer.size,
+        f"model.vocab_size {shape.vocab_size} is below the tokenizer's {tokenizer.size}; use 0 to take the tokenizer's",
+    )
+    model = Transformer(shape, tokenizer.blank_id)
+    model.init_weights(config.train.seed)
+    return model, tokenizer
+
+
+def train(config: Config, folder: Path, *, resume: bool = False, name: str = "train") -> Result:
+    """Train to the end, or until interrupted; in both cases everything is saved."""
+    run = setup(config)
+    done = checkpoint.restore(folder, run.model, run.optimizer) if resume else 0
+    metrics = MetricsFile(folder / "metrics.jsonl", steps_done=done)
+    first, steps, begun = done, config.train.steps, time.perf_counter()
+    validation: dict[str, float] = {}
+    saved = checkpoint.latest(folder) if resume else folder
+    with ProgressLine(name, steps) as line, _stop_signals() as stop:
+        while done < steps and not stop:
+            numbers = take_step(run, done)
+            done += 1
+            elapsed = time.perf_counter() - begun
+            numbers["tokens_per_s"] = (done - first) * config.train.batch_rows * config.data.seq_len / elapsed
+            line.show(done, numbers, (steps - done) * elapsed / (done - first))
+            if _due(done, config.train.log_every, steps):
+                metrics.write({"step": done, **numbers})
+            if _due(done, config.train.validate_every, steps):
+                validation = validate(run)
+                metrics.write({"step": done, "validation": validation})
+            if _due(done, config.train.save_every, steps):
+                saved = _save(run, folder, done)
+        if stop and done > first:
+            saved = _save(run, folder, done)
+        if stop:
+            line.note(f"{name}: {stop[0]} after step {done} of {steps}: saved and stopped")
+    return Result(saved, done, stop[0] if stop else "", validation, time.perf_counter() - begun)
+
+
+def _due(done: int, every: int, steps: int) -> bool:
+    return done == steps or (every > 0 and done % every == 0)
+
+
+def _save(run: Run, folder: Path, done: int) -> Path:
+    keep = run.config.train.keep
+    return checkpoint.save(folder, run.model, run.tokenizer, run.config.method, run.optimizer, step=done, keep=keep)
+
+
+def take_step(run: Run, step: int) -> dict[str, Any]:
+    """One optimizer step; returns its numbers."""
+    config = run.config.train
+    rate = learning_rate(step, config)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    first = step * config.batch_rows
+    batches = [
+        to_device(run.rows.batch(row, config.group_rows), run.device)
+        for row in range(first, first + config.batch_rows, config.group_rows)
+    ]
+    labels = sum(int(run.method.labels(batch).sum()) for batch in batches)
+    total, by_passes = accumulate_gradient(run, batches, step, labels)
+    norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip))
+    if not (math.isfinite(total) and math.isfinite(norm)):
+        raise FredaError(
+            f"loss {total} and gradient norm {norm} at step {step}, rows {first} to {first + config.batch_rows - 1}: "
+            f"stopped before the update; lower train.lr or look at these rows"
+        )
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return {"loss": total, "loss_by_passes": by_passes, "grad_norm": norm, "lr": rate, "labels": labels}
+
+
+def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) -> tuple[float, dict[str, float]]:
+    """Backward of every group; the mean loss per label, over all groups and by number of passes."""
+    config = run.config
+    size, seed = config.train.group_rows, config.train.seed
+    counts = pass_numbers(seed, step, len(batches), config.method.passes)
+    total, sums = 0.0, dict[int, tuple[float, int]]()
+    for index, (batch, passes) in enumerate(zip(batches, counts, strict=True)):
+        row = torch.arange(index * size, (index + 1) * size)
+        at = Step(seed, step, row, step / config.train.steps, passes)
+        with autocast(config.train.dtype, run.device):
+            loss = run.method.loss(run.model, batch, config.method, at)
+        (loss / labels).backward()  # type: ignore[no-untyped-call]
+        value, (old, count) = float(loss.detach()), sums.get(passes, (0.0, 0))
+        sums[passes] = (old + value, count + int(run.method.labels(batch).sum()))
+        total += value
+    return total / labels, {str(passes): value / count for passes, (value, count) in sorted(sums.items())}
+
+
+@torch.no_grad()
+def validate(run: Run) -> dict[str, float]:
+    """Mean over the labels of the held-out rows of everything the method reports."""
+    config = run.config
+    size, count = config.train.group_rows, min(config.train.validation_rows, run.validation_rows.rows)
+    sums, labels = dict[str, Tensor | float](), 0
+    for first in range(0, count, size):
+        batch = to_device(run.validation_rows.batch(first, min(size, count - first)), run.device)
+        row = torch.arange(first, first + len(batch.tokens))
+        at = Step(config.train.seed, VALIDATION_STEP, row, 1.0, config.method.passes)
+        with autocast(config.train.dtype, run.device):
+            for name, value in run.method.validate(run.model, batch, config.method, at).items():
+                sums[name] = sums.get(name, 0.0) + value
+        labels += int(run.method.labels(batch).sum())
+    return {name: float(value) / labels for name, value in sums.items()}
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch where the model is."""
+    return Batch(*(part.to(device) for part in batch))
+
+
+def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """bf16 compute over fp32 master weights (M17); nothing for float32."""
+    if dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[str]]:
+    """A list that fills when SIGINT or SIGTERM arrives; a second signal acts as usual."""
+    caught: list[str] = []
+    previous = {}
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        caught.append(signal.Signals(number).name)
+        signal.signal(number, previous[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, remember)
+    except ValueError:  # not the main thread: signals are somebody else's
+        previous.clear()
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

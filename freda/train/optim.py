@@ -1,0 +1,42 @@
+"""AdamW, its learning rate as a function of the step, and the number of passes each group of rows runs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from freda.config import TrainConfig
+from freda.methods.noise import Purpose, uniform
+from freda.model.transformer import Transformer
+
+
+def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over all weights; matrices decay, norms and biases do not."""
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The rate of optimizer step `step` (from 0): linear warm-up, then constant or a cosine to 5% of the peak."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return config.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def pass_numbers(seed: int, step: int, groups: int, most: int) -> list[int]:
+    """t of each group of rows: uniform on 1..most for every group and spread evenly over the groups of a step (M6).
+
+    A function of (seed, step) alone, so every process of a run agrees on it.
+    """
+    shift = float(uniform(Purpose.PASSES, seed, step, 0))
+    order = uniform(Purpose.PASSES, seed, step, torch.arange(1, groups + 1)).argsort().tolist()
+    return [1 + min(most - 1, int(most * (place + shift) / groups)) for place in order]
