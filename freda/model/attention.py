@@ -46,10 +46,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 @functools.cache
-def _flex(compiled: bool) -> Callable[..., Tensor]:
+def _flex(compiled: bool) -> Callable[..., object]:
     """On CUDA only the compiled kernel avoids the dense scores; on CPU the plain one serves the parity test."""
-    kernel: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
-    return kernel
+    if compiled:
+        return torch.compile(flex_attention, dynamic=False)
+    return flex_attention
 
 
 def pick_backend(name: str, device: torch.device) -> Backend:

@@ -1,0 +1,205 @@
+"""The command line: parse, call, print. Answers go to stdout, everything else to stderr.
+
+Nothing heavy is imported at module level, so that `freda --help` answers at once; every command imports what it needs.
+Only this module ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from freda import __version__
+from freda.errors import FredaError
+
+# Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
+UsageError = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="freda",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Language models that draft a block of tokens, look at their own draft, and refine it.",
+    epilog="Start with **freda demo**: it trains a small model and shows it refining, in a few minutes on two cores.",
+)
+
+Settings = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config value.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"freda {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command(epilog="Example: **freda demo --out runs/demo**")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the corpus, the models and results.json.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the corpus, the weights and all noise.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps only: tries the way, not the models.")] = False,
+) -> None:
+    """Train three small models on word problems and watch one refine its drafts."""
+    from freda.demo import run_demo
+
+    run_demo(out, seed=seed, quick=quick)
+
+
+@app.command(epilog="Example: **freda prepare configs/corpus-sums.toml runs/sums/data**")
+def prepare(
+    config: Annotated[Path, typer.Argument(help="A TOML file with a [corpus] section.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the token shards.")],
+    set_: Settings = [],  # noqa: B006
+) -> None:
+    """Turn documents into token shards. At present: the embedded word problems."""
+    from freda import config as configs
+    from freda.data.prepare import prepare as write_shards
+
+    manifest = write_shards(configs.load(config, set_).corpus, out)
+    for split, counts in manifest.splits.items():
+        print(f"{split}: {counts.documents:,} documents, {counts.tokens:,} tokens")
+
+
+@app.command(
+    epilog="Examples: **freda train configs/sums-base.toml --out runs/sums/base**; "
+    "if it was stopped: **freda train --resume runs/sums/base**"
+)
+def train(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/config.md.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New run folder.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Run folder to go on with.")] = None,
+    set_: Settings = [],  # noqa: B006
+) -> None:
+    """Train a model; stop it with Ctrl-C and go on with --resume."""
+    from freda import config as configs
+
+    if (config is None) == (resume is None) or (config is not None and out is None):
+        raise FredaError("give a config and --out RUN to start a run, or --resume RUN to go on with one")
+    if resume is not None and (set_ or out):
+        raise FredaError("--resume goes on with the config stored in the run; leave --set and --out away")
+    resolved = None if config is None else configs.load(config, set_)  # a wrong config fails before torch is loaded
+    from freda.train import loop
+
+    if resolved is not None and out is not None:
+        folder = out
+        loop.new_run(resolved, folder)
+    else:
+        assert resume is not None
+        folder, resolved = resume, loop.resume_run(resume)
+    result = loop.train(resolved, folder, resume=resume is not None, name=folder.name)
+    print(result.checkpoint)
+    if result.interrupted:
+        print(f"go on with: freda train --resume {folder}", file=sys.stderr)
+    if result.interrupted == "SIGINT":
+        raise typer.Exit(130)
+
+
+@app.command(epilog='Example: **freda generate runs/demo/self-refine "Q: Mia has 12 shells." --show-drafts**')
+def generate(
+    model: Annotated[Path, typer.Argument(help="A model folder, or a run folder (its newest checkpoint).")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    method: Annotated[
+        str | None, typer.Option(help="self-refine, block-diffusion or autoregressive; the model's own by default.")
+    ] = None,
+    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = 4,
+    threshold: Annotated[float, typer.Option(help="Probability from which a token is committed; over 1: never.")] = 0.9,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Show every pass of every block.")] = False,
+    pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.15,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Continue a text."""
+    from freda.decode.complete import complete
+
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "passes": passes,
+        "threshold": threshold,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    text = sys.stdin.read() if prompt == "-" else prompt
+    answer = complete(model, text, settings, method=method, device=device, pause=pause if show_drafts else None)
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+        return
+    print(answer["text"])
+    print(
+        f"{len(answer['tokens'])} tokens in {answer['nfe']} forwards: {answer['tpf']:.2f} tokens per forward, "
+        f"{answer['seconds']:.2f} s ({answer['method']})",
+        file=sys.stderr,
+    )
+
+
+@app.command(epilog="Example: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**")
+def convert(
+    source: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors, or a GGUF file.")],
+    target: Annotated[Path, typer.Argument(help="Model folder to write.")],
+    block_size: Annotated[int, typer.Option(help="Block size stored with the model.")] = 4,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the source's by default.")] = None,
+) -> None:
+    """Make a model folder of an autoregressive checkpoint, BLANK token added."""
+    from freda.model.weights import convert as convert_checkpoint
+
+    for name, value in convert_checkpoint(source, target, block_size=block_size, dtype=dtype).items():
+        print(f"{name}: {value}")
+
+
+@app.command(epilog="Example: **freda inspect runs/demo/self-refine**")
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A model folder, a run folder or a folder of token shards.")],
+) -> None:
+    """Say what a folder holds."""
+    from freda.describe import describe
+
+    print(describe(path))
+
+
+def main() -> NoReturn:
+    """Run the command line; the only exit of the program."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1  # accepted anywhere on the line
+    sys.exit(run(arguments, debug=debug))
+
+
+def run(arguments: list[str], *, debug: bool = False) -> int:
+    """Carry out one command line; returns the exit code."""
+    try:
+        code = app(args=arguments, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (typer.Abort, KeyboardInterrupt):
+        return _complain("interrupted", 130)
+    except (FredaError, UsageError) as error:
+        if debug:
+            traceback.print_exc()
+        return _complain(error, 2)
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 0
+
+
+def _complain(problem: Any, code: int) -> int:
+    message = " ".join(str(problem).split())
+    print(f"freda: error: {message}", file=sys.stderr)
+    return code
