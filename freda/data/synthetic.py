@@ -1,0 +1,255 @@
+"""Word problems with worked solutions: a corpus that needs no download, and its exact-match grader.
+
+A problem is a chain of additions and subtractions told as a little story. What is computed (`Sum`) and how it is told
+are drawn apart: a sum belongs to one split for ever, by a hash of its key, so a model that answers held-out problems
+has learnt to calculate and not by heart. Sums that differ only in the order of their parts share a key, or 5 + 12 in
+the training split would give away 12 + 5 in the test split.
+
+A question has several right solutions that differ in wording and in the order of the summands. Drafts made in parallel
+can therefore mix two of them, which is the very mistake that refinement has to repair.
+
+All numbers lie in 2..max_number, results included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, TypeVar
+
+from freda.errors import FredaError
+
+T = TypeVar("T")
+Split = Literal["train", "validation", "test"]
+
+VERSION = 1  # of the texts: the same seed gives the same texts as long as this stays
+LEAST = 2  # smallest number: "finds 1 more" would want other words
+LEAST_MAX_NUMBER = 2 * LEAST + 1  # from here on, every total can be changed
+PATIENCE = 10_000  # draws without success after which there is nothing (new) to find
+
+
+class Person(NamedTuple):
+    """A name with its pronoun."""
+
+    name: str
+    she: str
+
+
+PEOPLE = (
+    *(Person(name, "she") for name in ("Ana", "Eva", "Ida", "Lea", "Mia", "Zoe")),
+    *(Person(name, "he") for name in ("Ben", "Jon", "Leo", "Max", "Sam", "Tom")),
+)
+THINGS = (
+    *("apples", "beads", "books", "cards", "coins", "cups"),
+    *("eggs", "marbles", "pens", "shells", "stamps", "stones"),
+)
+OPENINGS = (
+    "{name} has {n} {things}.",
+    "{name} starts with {n} {things}.",
+    "{name} keeps {n} {things}.",
+    "{name} owns {n} {things}.",
+)
+ADDITIONS = (
+    "{She} finds {n} more.",
+    "{She} buys {n} more.",
+    "{She} gets {n} more.",
+    "A friend brings {n} more.",
+)
+SUBTRACTIONS = (
+    "{She} gives away {n}.",
+    "{She} loses {n}.",
+    "{She} sells {n}.",
+    "A friend takes {n}.",
+)
+QUESTIONS = (
+    "How many {things} does {name} have now?",
+    "How many {things} now?",
+    "How many does {she} have?",
+)
+WORKED_ADDITIONS = (
+    "{equation}.",
+    "That makes {equation}.",
+    "{name} has {equation} {things}.",
+)
+WORKED_SUBTRACTIONS = (
+    "{equation}.",
+    "That leaves {equation}.",
+    "{name} has {equation} {things}.",
+)
+ANSWER = "The answer is"
+# At most 15 digits, with or without commas between thousands; no decimals, no letters, nothing that goes on.
+WHOLE_NUMBER = re.compile(r"\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}))(?![.,]?\w)")
+
+
+# -- problems --------------------------------------------------------------------------------------------------------
+
+
+class Sum(NamedTuple):
+    """A start and signed changes; every total on the way is in range."""
+
+    start: int
+    changes: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """The sum regardless of order: 12+5-3 and 5-3+12 are both `5+12-3`."""
+        added = sorted([self.start, *(change for change in self.changes if change > 0)])
+        taken = sorted(-change for change in self.changes if change < 0)
+        return "+".join(map(str, added)) + "".join(f"-{number}" for number in taken)
+
+
+class Problem(NamedTuple):
+    """A question, one of its right solutions, and the number that is graded."""
+
+    question: str
+    solution: str
+    answer: int
+    key: str
+
+    @property
+    def prompt(self) -> str:
+        """What a model is given."""
+        return f"Q: {self.question}\nA:"
+
+    @property
+    def document(self) -> str:
+        """What a model is trained on."""
+        return f"{self.prompt} {self.solution}"
+
+
+def problems(split: Split, count: int, *, steps: int, max_number: int, seed: int) -> list[Problem]:
+    """The first problems of a split; a smaller count is a prefix of a larger one."""
+    return list(itertools.islice(stream(split, steps=steps, max_number=max_number, seed=seed), count))
+
+
+def stream(split: Split, *, steps: int, max_number: int, seed: int) -> Iterator[Problem]:
+    """The problems of a split, without end.
+
+    Held-out questions come once each, as long as there are new ones: a repeated question measures nothing. Training
+    questions may come again, often with another solution, which is how a model learns that there are several.
+    """
+    _check(steps, max_number)
+    rng = random.Random(f"{split} {seed}")  # of a string: the same in every process, unlike of a tuple
+    asked: set[str] = set()
+    repeats = 0
+    while True:
+        problem = _word(_draw_sum_of(split, rng, steps, max_number), rng)
+        if split != "train" and problem.question in asked and repeats < PATIENCE:
+            repeats += 1
+            continue
+        if problem.question not in asked:
+            repeats = 0
+            asked.add(problem.question)
+        yield problem
+
+
+def make_problem(rng: random.Random, *, steps: int, max_number: int) -> Problem:
+    """One problem of any split."""
+    _check(steps, max_number)
+    return _word(_draw_sum(rng, steps, max_number), rng)
+
+
+def split_of(key: str) -> Split:
+    """The split a sum belongs to: 80% train, 10% validation, 10% test, whatever the seed."""
+    bucket = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 10
+    if bucket < 8:
+        return "train"
+    return "validation" if bucket == 8 else "test"
+
+
+def _check(steps: int, max_number: int) -> None:
+    if steps < 1:
+        raise FredaError(f"problems cannot have {steps} steps; use 1 or more")
+    if max_number < LEAST_MAX_NUMBER:
+        raise FredaError(f"problems with max_number {max_number} do not exist; use {LEAST_MAX_NUMBER} or more")
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def _draw_sum_of(split: Split, rng: random.Random, steps: int, max_number: int) -> Sum:
+    for _ in range(PATIENCE):
+        drawn = _draw_sum(rng, steps, max_number)
+        if split_of(drawn.key) == split:
+            return drawn
+    raise FredaError(
+        f"no sum of {steps} steps with numbers up to {max_number} is in the {split} split; use a larger max_number"
+    )
+
+
+def _draw_sum(rng: random.Random, steps: int, max_number: int) -> Sum:
+    start = total = _between(rng, LEAST, max_number)
+    changes = []
+    for _ in range(steps):
+        change = _draw_change(rng, total, max_number)
+        changes.append(change)
+        total += change
+    return Sum(start, tuple(changes))
+
+
+def _draw_change(rng: random.Random, total: int, max_number: int) -> int:
+    """A signed change that keeps the total in range; the sign is a coin toss where both are possible."""
+    can_add, can_take = total + LEAST <= max_number, total - LEAST >= LEAST
+    if can_add and (not can_take or rng.random() < 0.5):
+        return _between(rng, LEAST, max_number - total)
+    return -_between(rng, LEAST, total - LEAST)
+
+
+def _between(rng: random.Random, least: int, most: int) -> int:
+    """A whole number, both ends included. Only `random()` is promised to be the same in every version of Python."""
+    return least + int(rng.random() * (most - least + 1))
+
+
+def _pick(rng: random.Random, options: Sequence[T]) -> T:
+    return options[_between(rng, 0, len(options) - 1)]
+
+
+# -- wording ---------------------------------------------------------------------------------------------------------
+
+
+def _word(drawn: Sum, rng: random.Random) -> Problem:
+    """Tell a sum as a story, and solve it."""
+    person = _pick(rng, PEOPLE)
+    words = {
+        "name": person.name,
+        "she": person.she,
+        "She": person.she.capitalize(),
+        "things": _pick(rng, THINGS),
+    }
+    question = [_pick(rng, OPENINGS).format(n=drawn.start, **words)]
+    solution = []
+    total = drawn.start
+    for change in drawn.changes:
+        told, worked = (ADDITIONS, WORKED_ADDITIONS) if change > 0 else (SUBTRACTIONS, WORKED_SUBTRACTIONS)
+        question.append(_pick(rng, told).format(n=abs(change), **words))
+        solution.append(_pick(rng, worked).format(equation=_equation(total, change, rng), **words))
+        total += change
+    question.append(_pick(rng, QUESTIONS).format(**words))
+    solution.append(f"{ANSWER} {total}.")
+    return Problem(" ".join(question), " ".join(solution), total, drawn.key)
+
+
+def _equation(total: int, change: int, rng: random.Random) -> str:
+    """One step; summands come in either order."""
+    if change < 0:
+        return f"{total} - {-change} = {total + change}"
+    left, right = (total, change) if rng.random() < 0.5 else (change, total)
+    return f"{left} + {right} = {total + change}"
+
+
+# -- grading ---------------------------------------------------------------------------------------------------------
+
+
+def final_answer(text: str) -> int | None:
+    """The whole number behind the last `The answer is`, if there is one."""
+    _, found, rest = text.rpartition(ANSWER)
+    number = WHOLE_NUMBER.match(rest) if found else None
+    return int(number[1].replace(",", "")) if number else None
+
+
+def grade(problem: Problem, text: str) -> bool:
+    """Does the text end in the right answer?"""
+    return final_answer(text) == problem.answer

@@ -1,0 +1,242 @@
+"""GGUF files, the format of llama.cpp, read as Hugging Face checkpoints.
+
+Weights are dequantised one tensor at a time. The metadata is read here and not through `transformers`, whose reader
+needs one more package, forgets the head width of Qwen3 and the rotary scaling of Llama 3, and builds another tokenizer
+from one version to the next. Three things differ from a Hugging Face checkpoint and are undone:
+
+- Llama's query and key rows are stored in the order of the original rotary pairing;
+- Llama-3 scaling is a tensor of factors instead of four numbers;
+- quantised files of models with one shared matrix hold it twice, as embedding and, in finer steps, as head.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from freda.config import ModelConfig
+from freda.errors import FredaError, missing_package
+from freda.model.transformer import rotary_frequencies
+from freda.model.weights import EMBEDDING, FAMILIES, HEAD, Checkpoint, family_of, model_config
+
+CONFIG_KEYS = {  # Hugging Face name: GGUF name below the architecture
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "num_experts": "expert_count",
+}
+MODULES = {  # GGUF name: Hugging Face name
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+SAME_MATRIX = 0.98  # cosine above which two quantised matrices are copies of one
+ROWS_COMPARED = 4096
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's token types
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {  # llama.cpp's name of a pre-tokenizer: the expression that cuts text into words
+    "qwen2": WORDS + r"\p{N}" + REST,
+    "llama-bpe": WORDS + r"\p{N}{1,3}" + REST,
+}
+
+
+def read_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
+    """The checkpoint in a GGUF file. Without `dtype`, float weights keep theirs and quantised ones become bfloat16."""
+    reader = _open(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    if "tokenizer.ggml.tokens" not in fields:
+        raise FredaError("the file has no tokenizer; convert the Hugging Face checkpoint instead")
+    config = _config(fields, stored)
+    tokenizer_json, settings = _tokenizer_json(fields), _settings(fields)
+    stops = [fields[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in fields]
+    tensors = _tensors(stored, model_config(config), dtype or _float_type(stored))
+    notes = _tie_copies(config, tensors)
+    return Checkpoint(config, tensors, tokenizer_json, settings, stops, notes)
+
+
+def _open(path: Path) -> Any:
+    try:
+        package = importlib.import_module("gguf")
+    except ImportError:
+        raise missing_package("gguf", "gguf") from None
+    try:
+        reader = package.GGUFReader(path)
+    except (ValueError, IndexError, OSError) as error:
+        raise FredaError(f"not a whole GGUF file ({error}); download it again") from None
+    parts = reader.fields.get("split.count")
+    if parts is not None and parts.contents() > 1:
+        raise FredaError(
+            "one part of a split model; join the parts first: llama-gguf-split --merge FIRST_PART OUT.gguf"
+        )
+    return reader
+
+
+# -- the shape -------------------------------------------------------------------------------------------------------
+
+
+def _config(fields: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json from the metadata; what the metadata leaves out is left to the defaults of `model_config`."""
+    kind = str(fields.get("general.architecture"))
+    values = {name: fields[f"{kind}.{key}"] for name, key in CONFIG_KEYS.items() if f"{kind}.{key}" in fields}
+    if fields.get(f"{kind}.rope.scaling.type", "none") != "none":
+        values["rope_scaling"] = {"rope_type": fields[f"{kind}.rope.scaling.type"]}
+    architecture = next((family.architecture for family in FAMILIES if family.model_type == kind), kind)
+    config = {
+        **values,
+        "model_type": kind,
+        "architectures": [architecture],
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "tie_word_embeddings": "output.weight" not in stored,
+    }
+    if ROPE_FACTORS in stored:
+        config["rope_scaling"] = _llama3_scaling(model_config(config), _dequantised(stored[ROPE_FACTORS]))
+    return config
+
+
+def _llama3_scaling(config: ModelConfig, factors: Tensor) -> dict[str, Any]:
+    """The four numbers behind the factors by which Llama-3 scaling divides the rotary frequencies."""
+    scaling = {"rope_type": "llama3", "factor": round(float(factors.max()), 3), **LLAMA3_SCALING}
+    plain = rotary_frequencies(config)
+    scaled = rotary_frequencies(ModelConfig(**{**vars(config), "rope_scaling": scaling}))
+    if factors.shape != plain.shape or not torch.allclose(plain / scaled, factors, rtol=1e-3):
+        raise FredaError(f"{ROPE_FACTORS} is not the scaling of Llama 3; convert the Hugging Face checkpoint instead")
+    return scaling
+
+
+# -- the weights -----------------------------------------------------------------------------------------------------
+
+
+def _tensors(stored: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All weights under their Hugging Face names."""
+    reordered = {}  # modules whose rows llama.cpp reorders, and their heads
+    if family_of(config).model_type == "llama":
+        reordered = {"q_proj": config.heads, "k_proj": config.kv_heads}
+    tensors = {}
+    for gguf_name, tensor in stored.items():
+        if gguf_name == ROPE_FACTORS:
+            continue
+        name, weight = _hugging_face_name(gguf_name), _dequantised(tensor)
+        module = name.split(".")[-2:][0]
+        if module in reordered:
+            weight = _halves_paired(weight, reordered[module])
+        tensors[name] = weight.to(dtype)
+    return tensors
+
+
+def _hugging_face_name(name: str) -> str:
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`; a name that is not known stays as it is."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in MODULES:
+        return name
+    layer = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{layer}{MODULES[match[2]]}.{match[3]}"
+
+
+def _halves_paired(weight: Tensor, heads: int) -> Tensor:
+    """Undo llama.cpp's reordering of a head's rows from (first half, second half) to neighbouring pairs."""
+    return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _dequantised(tensor: Any) -> Tensor:
+    quants = importlib.import_module("gguf.quants")
+    try:
+        values = quants.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError:
+        kind = tensor.tensor_type.name
+        raise FredaError(f"the tensor {tensor.name} is quantised as {kind}, which cannot be read; use Q8_0") from None
+    return torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: the file is mapped read-only
+
+
+def _float_type(stored: Mapping[str, Any]) -> torch.dtype:
+    kinds = {"F32": torch.float32, "F16": torch.float16}
+    table = stored.get("token_embd.weight")
+    return torch.bfloat16 if table is None else kinds.get(table.tensor_type.name, torch.bfloat16)
+
+
+def _tie_copies(config: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+    """Where embedding and head are quantised copies of one matrix, tie them again and keep the head, the finer copy."""
+    if HEAD not in tensors:
+        return []
+    step = max(1, len(tensors[HEAD]) // ROWS_COMPARED)
+    embedding, head = (tensors[name][::step].float().flatten() for name in (EMBEDDING, HEAD))
+    cosine = F.cosine_similarity(embedding, head, dim=0).item()
+    if cosine <= SAME_MATRIX:
+        return []
+    tensors[EMBEDDING] = tensors.pop(HEAD)
+    config["tie_word_embeddings"] = True
+    return [f"embedding and head are copies of one matrix (cosine {cosine:.4f}): tied again, the head's copy kept"]
+
+
+# -- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What tokenizer_config.json would say."""
+    settings = {"chat_template": fields.get("tokenizer.chat_template")}
+    bos = fields.get("tokenizer.ggml.bos_token_id")
+    if bos is not None:
+        settings["bos_token"] = fields["tokenizer.ggml.tokens"][bos]
+    return settings
+
+
+def _tokenizer_json(fields: Mapping[str, Any]) -> str:
+    """tokenizer.json of a byte-level BPE, from vocabulary, merges and token types."""
+    kind, split = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or split not in SPLITS:
+        known = ", ".join(f"gpt2/{name}" for name in SPLITS)
+        raise FredaError(
+            f"the tokenizer {kind}/{split} of a GGUF file is not supported (supported: {known}); "
+            "convert the Hugging Face checkpoint instead"
+        )
+    tokens = fields["tokenizer.ggml.tokens"]
+    types = fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    used = max((index + 1 for index, type_ in enumerate(types) if type_ != UNUSED), default=0)  # fill of the table
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    vocabulary = {token: index for index, token in enumerate(tokens[:used])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    if split == "qwen2":
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLITS[split]), behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    for special, type_ in ((True, CONTROL), (False, USER_DEFINED)):
+        added = [token for token, kind in zip(tokens[:used], types, strict=False) if kind == type_]
+        tokenizer.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False) for token in added])
+    text: str = tokenizer.to_str()
+    return text

@@ -1,0 +1,536 @@
+"""Model folders: Hugging Face files with a `freda` section, read and written without pickle and without remote code.
+
+    config.json         the shape, as `transformers` reads it, and what decoding must repeat of the training (`freda`)
+    model.safetensors   all weights under their Hugging Face names
+    tokenizer files     see `freda.data.tokenizer`
+
+A folder is written beside its place and renamed, so whatever stands under its name is whole. Loading checks everything
+that could make a model wrong without a word: every tensor must be there in its shape, and the tokenizer must be the one
+the weights were trained with. `convert` makes such a folder from a Hugging Face checkpoint or a GGUF file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from freda.config import MethodConfig, ModelConfig, from_dict, require
+from freda.data.tokenizer import Tokenizer, read_json, read_settings, read_text, token_text, with_blank
+from freda.errors import FredaError
+from freda.model.transformer import Transformer, rotary_frequencies
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+STORED_SETTINGS = ("block_size", "passes", "feedback", "rescale", "committed_hard")  # of MethodConfig
+TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products like round numbers
+NEAR_ZERO = 0.1  # a BLANK row shorter than this share of the mean row was never trained
+
+
+class Family(NamedTuple):
+    """An architecture by its Hugging Face names and the two flags that tell it apart."""
+
+    architecture: str
+    model_type: str
+    qk_norm: bool
+    qkv_bias: bool
+
+
+FAMILIES = (
+    Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, qkv_bias=False),
+    Family("Qwen2ForCausalLM", "qwen2", qk_norm=False, qkv_bias=True),
+    Family("LlamaForCausalLM", "llama", qk_norm=False, qkv_bias=False),
+)
+
+REFUSED = {  # keys of config.json that change the forward in a way the Transformer does not have
+    "attention_bias": "bias on the attention projections",
+    "mlp_bias": "bias in the feed-forward",
+    "use_sliding_window": "sliding-window attention",
+    "num_experts": "mixture of experts",
+    "num_local_experts": "mixture of experts",
+    "quantization_config": "quantised weights",
+}
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+class LoadedModel(NamedTuple):
+    """A model folder in memory."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    method: MethodConfig
+    stage: str
+
+
+class Checkpoint(NamedTuple):
+    """What another project's files hold, in Hugging Face terms."""
+
+    config: dict[str, Any]  # config.json
+    tensors: dict[str, Tensor]
+    tokenizer_json: str
+    settings: dict[str, Any]  # tokenizer_config.json
+    stops: list[int | str]  # what ends generation, as ids or texts; the first one ends documents
+    notes: list[str]  # what the reader changed, for the user
+
+
+# -- reading a model folder ------------------------------------------------------------------------------------------
+
+
+def pick_device(name: str) -> torch.device:
+    """Resolve `auto`: the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    require(name != "cuda" or torch.cuda.is_available(), "device is cuda, but no GPU is visible; use auto or cpu")
+    return torch.device(name)
+
+
+def resolve_model_folder(path: Path) -> Path:
+    """The model folder that `path` means: itself, or the newest checkpoint of a run folder."""
+    if not path.exists():
+        raise FredaError(f"there is no model {path}; name a model folder or a run folder on this machine")
+    if path.is_file():
+        raise FredaError(f"{path} is a file; a model is a folder (GGUF files: run freda convert {path} TARGET)")
+    if (path / "config.json").is_file():
+        return path
+    if (path / "latest").is_file():
+        name = read_text(path / "latest").strip()
+        folder = path / "checkpoints" / name
+        if not (name and folder.is_dir()):
+            raise FredaError(f"{path / 'latest'} names the checkpoint {name!r}, but there is no folder {folder}")
+        return folder
+    if (path / "checkpoints").is_dir():
+        raise FredaError(f"the run {path} has no finished checkpoint yet; let it train until it saves one")
+    raise FredaError(f"{path} is not a model folder: it has no config.json")
+
+
+def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """The model in a model or run folder, every tensor read from it: nothing is left at a random value."""
+    folder = resolve_model_folder(path)
+    with _located(folder):
+        values = read_json(folder / "config.json")
+        section = values.get("freda")
+        if not isinstance(section, dict):
+            raise FredaError(f"a plain Hugging Face checkpoint; run: freda convert {folder} TARGET")
+        config, method = model_config(values), _method_config(section)
+    tokenizer = Tokenizer.load(folder)
+    with _located(folder):
+        _check_tokenizer(tokenizer, section, config)
+        tensors = read_safetensors(weight_files(folder), device, dtype)
+        check_tensors(tensors, config)
+    model = _build(config, tokenizer.blank_id, tensors)
+    return LoadedModel(model, tokenizer, method, str(section["stage"]))
+
+
+def _build(config: ModelConfig, blank_id: int, tensors: Mapping[str, Tensor]) -> Transformer:
+    """A Transformer that holds `tensors` themselves; built without storage, because random weights take a while."""
+    with torch.device("meta"):
+        model = Transformer(config, blank_id)
+    model.load_state_dict({_own_name(name): tensor for name, tensor in tensors.items()}, assign=True)
+    model.inv_freq = rotary_frequencies(config).to(tensors[EMBEDDING].device)  # a buffer that is never stored
+    return model
+
+
+def _method_config(section: Mapping[str, Any]) -> MethodConfig:
+    """What the `freda` section says of the training, checked like any other config."""
+    keys = ("blank_token_id", "method", "stage", *STORED_SETTINGS)
+    missing = next((key for key in keys if key not in section), None)
+    if missing is not None:
+        raise FredaError(f"the freda section of config.json has no {missing}; write the model again")
+    values = {"name": section["method"], **{key: section[key] for key in STORED_SETTINGS}}
+    return from_dict({"method": values, "data": {"seq_len": section["block_size"]}}).method  # any row that fits a block
+
+
+def _check_tokenizer(tokenizer: Tokenizer, section: Mapping[str, Any], config: ModelConfig) -> None:
+    if tokenizer.blank_id != section["blank_token_id"]:
+        raise FredaError(
+            f"the tokenizer does not belong to the weights: its BLANK is {tokenizer.blank_id}, "
+            f"config.json says {section['blank_token_id']}; put back the tokenizer files of this model"
+        )
+    if tokenizer.size > config.vocab_size:
+        raise FredaError(
+            f"the tokenizer does not belong to the weights: it has {tokenizer.size} ids, the embedding table "
+            f"{config.vocab_size} rows; put back the tokenizer files of this model"
+        )
+
+
+# -- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: one, or the shards that an index names."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing or not names:
+            raise FredaError(f"half-written: {missing[0] if missing else 'weight_map'} of {index.name} is missing")
+        return [folder / name for name in names]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise FredaError(
+            "its weights are a pickle (pytorch_model.bin), which is never read because it can run code; "
+            "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+        )
+    raise FredaError("half-written: model.safetensors is missing; write or download the folder again")
+
+
+def read_safetensors(
+    paths: Sequence[Path], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """All tensors of some files, cast one by one so that only one is ever held twice."""
+    tensors = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    tensors[name] = file.get_tensor(name).to(dtype=dtype)
+        except (SafetensorError, OSError) as error:
+            raise FredaError(f"{path.name} is damaged or half-written ({error}); write or download it again") from None
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
+
+
+def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """Exactly the tensors of this shape, no fewer and no more; the first one that is not right is named."""
+    with torch.device("meta"):
+        model = Transformer(config, blank_id=1)  # no shape depends on it
+    expected = {_hugging_face_name(name): tensor.shape for name, tensor in model.state_dict().items()}
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise FredaError(f"half-written: the tensor {name} is missing")
+        if tensors[name].shape != shape:
+            seen = tuple(tensors[name].shape)
+            raise FredaError(f"the tensor {name} has shape {seen}, but config.json describes {tuple(shape)}")
+        if tensors[name].dtype not in DTYPES.values():
+            raise FredaError(f"the tensor {name} is stored as {tensors[name].dtype}; quantised weights are not read")
+    unknown = next((name for name in tensors if name not in expected), None)
+    if unknown is not None:
+        raise FredaError(f"the tensor {unknown} has no place in the architecture that config.json names")
+
+
+def _hugging_face_name(name: str) -> str:
+    return name if name == HEAD else f"model.{name}"
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+# -- writing a model folder ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def written_beside(folder: Path, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its name when the body succeeds, and is removed when it does not.
+
+    So `folder` is at any moment absent or whole. With `replace` an older folder of that name stays until the new one
+    is complete. A failure to write is an error that the user can fix.
+    """
+    folder = folder.absolute()
+    if folder.exists() and not replace:
+        raise FredaError(f"{folder} exists already; name another folder, or remove it first")
+    temporary = folder.with_name(folder.name + ".tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+        temporary.mkdir(parents=True)
+        yield temporary
+        _flush(temporary)
+        _put_in_place(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise FredaError(f"cannot write {folder}: {error}; nothing else was touched") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # renamed, and so gone, when all went well
+
+
+def _flush(folder: Path) -> None:
+    """Bring the files to the disk before the rename does, or a power cut could leave a whole folder of empty files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    if not folder.exists():
+        temporary.rename(folder)
+        return
+    older = folder.with_name(folder.name + ".old")
+    shutil.rmtree(older, ignore_errors=True)
+    folder.rename(older)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        older.rename(folder)
+        raise
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def save_model(
+    folder: Path,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    method: MethodConfig,
+    *,
+    stage: str,
+    dtype: torch.dtype | None = None,
+    replace: bool = False,
+) -> None:
+    """Write a model folder; `dtype` casts the weights. An existing folder is an error unless it may be replaced."""
+    with written_beside(folder, replace) as temporary:
+        write_model(temporary, model, tokenizer, method, stage=stage, dtype=dtype)
+
+
+def write_model(
+    folder: Path,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    method: MethodConfig,
+    *,
+    stage: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """The files of `save_model` into a folder that exists, for checkpoints that hold more beside them."""
+    state = {_hugging_face_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.to(device="cpu", dtype=dtype).contiguous() for name, tensor in state.items()}
+    write_files(folder, model.config, tensors, tokenizer, method, stage)
+
+
+def write_files(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    method: MethodConfig,
+    stage: str,
+) -> None:
+    """config.json, model.safetensors (tensors under their Hugging Face names) and the tokenizer's files."""
+    section = {"blank_token_id": tokenizer.blank_id, "method": method.name, "stage": stage}
+    section |= {key: getattr(method, key) for key in STORED_SETTINGS}
+    stops = {"bos_token_id": None, "eos_token_id": list(tokenizer.stop_ids)}
+    values = {**hugging_face_config(config), "dtype": _dtype_name(tensors), **stops, "freda": section}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(folder)
+
+
+def _dtype_name(tensors: Mapping[str, Tensor]) -> str:
+    return str(tensors[EMBEDDING].dtype).removeprefix("torch.")
+
+
+# -- config.json -----------------------------------------------------------------------------------------------------
+
+
+def model_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The shape in a Hugging Face config.json, in the spelling of transformers 4 or 5."""
+    family = _family(values)
+    refused = next((key for key in REFUSED if values.get(key)), None)
+    if refused is not None:
+        raise FredaError(f"config.json sets {refused}: {REFUSED[refused]} is not supported")
+    if values.get("hidden_act", "silu") != "silu":
+        raise FredaError(f"config.json has hidden_act {values['hidden_act']!r}; only silu is supported")
+    theta, scaling = _rope(values)
+    dim, heads = _whole(values, "hidden_size"), _whole(values, "num_attention_heads")
+    return ModelConfig(
+        vocab_size=_whole(values, "vocab_size"),
+        dim=dim,
+        layers=_whole(values, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=_whole(values, "num_key_value_heads", heads),
+        head_dim=_whole(values, "head_dim", dim // heads),
+        ffn_dim=_whole(values, "intermediate_size"),
+        max_positions=_whole(values, "max_position_embeddings", ModelConfig.max_positions),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=float(values.get("rms_norm_eps", ModelConfig.norm_eps)),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        tied=bool(values.get("tie_word_embeddings", False)),
+    )
+
+
+def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `model_config`: the shape as config.json states it."""
+    family = family_of(config)
+    scaling = None if config.rope_scaling is None else {"rope_type": "llama3", **config.rope_scaling}
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rope_theta": config.rope_theta,  # these two say the same as transformers 4 and other engines read it
+        "rope_scaling": scaling,
+    }
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The Hugging Face family that has these flags."""
+    return next(f for f in FAMILIES if (f.qk_norm, f.qkv_bias) == (config.qk_norm, config.qkv_bias))
+
+
+def _family(values: Mapping[str, Any]) -> Family:
+    architecture = next(iter(values.get("architectures") or []), None)
+    for family in FAMILIES:
+        if architecture == family.architecture or (
+            architecture is None and values.get("model_type") == family.model_type
+        ):
+            return family
+    seen = architecture or values.get("model_type")
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise FredaError(f"config.json names the architecture {seen!r}, which is not supported; supported: {supported}")
+
+
+def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base of the rotary frequencies and, where there is one, the Llama-3 scaling."""
+    parameters = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    theta = float(parameters.get("rope_theta", values.get("rope_theta", ModelConfig.rope_theta)))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise FredaError("config.json sets partial_rotary_factor: rotating a part of each head is not supported")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise FredaError(f"config.json has the rope type {kind!r}, which is not supported; supported: default, llama3")
+    missing = [key for key in LLAMA3_KEYS if key not in parameters]
+    if missing:
+        raise FredaError(f"config.json has the rope type llama3 without its {missing[0]}")
+    return theta, {"rope_type": kind, **{key: parameters[key] for key in LLAMA3_KEYS}}
+
+
+def _whole(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = values.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or value < 1:
+        raise FredaError(f"config.json has {key} = {value!r}; it must be a whole number of 1 or more")
+    return value
+
+
+@contextlib.contextmanager
+def _located(path: Path) -> Iterator[None]:
+    """Say in every error which folder or file it is about."""
+    try:
+        yield
+    except FredaError as error:
+        raise FredaError(f"{path}: {error}") from None
+
+
+# -- converting other projects' checkpoints --------------------------------------------------------------------------
+
+
+def convert(
+    source: Path, target: Path, *, block_size: int = 4, dtype: str | None = None, replace: bool = False
+) -> dict[str, Any]:
+    """Make a model folder from a Hugging Face folder or a GGUF file, and say what was done.
+
+    BLANK takes the tokenizer's first free id. The result is still an autoregressive model; training makes it more.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise FredaError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
+    method = MethodConfig(name="autoregressive", block_size=block_size)
+    with written_beside(target, replace) as temporary:
+        with _located(source):
+            checkpoint = _read_checkpoint(source, None if dtype is None else DTYPES[dtype])
+            tensors, config = checkpoint.tensors, model_config(checkpoint.config)
+            if config.tied:
+                tensors.pop(HEAD, None)  # some projects store the shared matrix twice
+            check_tensors(tensors, config)
+            tokenizer = with_blank(checkpoint.tokenizer_json, checkpoint.stops, checkpoint.settings)
+            config, blank = _make_room(config, tensors, tokenizer.blank_id)
+        write_files(temporary, config, tensors, tokenizer, method, stage="base")
+    return {
+        "architecture": family_of(config).architecture,
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "dtype": _dtype_name(tensors),
+        "vocab_rows": config.vocab_size,
+        "blank_id": tokenizer.blank_id,
+        "eos_id": tokenizer.eos_id,
+        **blank,
+        "notes": "; ".join(checkpoint.notes) or "none",
+    }
+
+
+def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -> tuple[ModelConfig, dict[str, Any]]:
+    """Give BLANK a row that means something, and say whether the table had to grow for it."""
+    rows = config.vocab_size
+    if blank_id > rows:
+        raise FredaError(f"the tokenizer does not belong to the weights: it has {blank_id} ids, the table {rows} rows")
+    resized = blank_id == rows
+    if resized:
+        rows = -(-(blank_id + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
+        for name in {EMBEDDING, HEAD} & tensors.keys():
+            tensors[name] = _grown(tensors[name], rows)
+    started = _start_blank_row(tensors[EMBEDDING], blank_id)
+    summary = {"resized": resized, "blank_row": "mean of the embeddings" if started or resized else "kept"}
+    return dataclasses.replace(config, vocab_size=rows), summary
+
+
+def _grown(table: Tensor, rows: int) -> Tensor:
+    """The table with more rows; the new ones are the mean of the old."""
+    grown = table.new_empty(rows, table.shape[1])
+    grown[: len(table)] = table
+    grown[len(table) :] = table.mean(0, dtype=torch.float32)
+    return grown
+
+
+def _start_blank_row(table: Tensor, blank_id: int) -> bool:
+    """Start an untrained BLANK at the mean embedding: behind RMSNorm a row near zero would hide α. Says if it did."""
+    used = table[:blank_id]
+    usual = torch.linalg.vector_norm(used, dim=1, dtype=torch.float32).mean()
+    untrained = bool(table[blank_id].float().norm() < NEAR_ZERO * usual)
+    if untrained:
+        table[blank_id] = used.mean(0, dtype=torch.float32)
+    return untrained
+
+
+def _read_checkpoint(source: Path, dtype: torch.dtype | None) -> Checkpoint:
+    if source.suffix == ".gguf" and source.is_file():
+        from freda.model.gguf import read_gguf  # it builds on this module
+
+        return read_gguf(source, dtype)
+    if not source.is_dir():
+        raise FredaError("this is neither a folder nor a .gguf file; name a checkpoint on this machine")
+    return _read_folder(source, dtype)
+
+
+def _read_folder(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        raise FredaError("not a Hugging Face folder: it has no config.json (name a GGUF file itself, not its folder)")
+    config = read_json(folder / "config.json")
+    if "freda" in config:
+        raise FredaError("this is a freda model already; use it as it is")
+    model_config(config)  # refuse what is not supported before gigabytes are read
+    tokenizer_json = read_text(folder / "tokenizer.json")
+    settings = read_settings(folder) if (folder / "tokenizer_config.json").is_file() else {}
+    stops = _stops(folder, config, settings)
+    return Checkpoint(config, read_safetensors(weight_files(folder), dtype=dtype), tokenizer_json, settings, stops, [])
+
+
+def _stops(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int | str]:
+    """What ends generation: as `transformers` generates, or else the tokenizer's end-of-text token."""
+    generation = folder / "generation_config.json"
+    stops: list[int | str] = []
+    for values in (config, read_json(generation) if generation.is_file() else {}):
+        ids = values.get("eos_token_id")
+        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    text = token_text(settings.get("eos_token"))
+    return stops or ([] if text is None else [text])
