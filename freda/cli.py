@@ -160,7 +160,7 @@ def convert(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the source's by default.")] = None,
 ) -> None:
     """Make a model folder of an autoregressive checkpoint, BLANK token added."""
-    from freda.model.weights import convert as convert_checkpoint
+    from freda.model.convert import convert as convert_checkpoint
 
     for name, value in convert_checkpoint(source, target, block_size=block_size, dtype=dtype).items():
         print(f"{name}: {value}")

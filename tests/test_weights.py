@@ -21,11 +21,11 @@ from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
 from freda.errors import FredaError
 from freda.model import masks
 from freda.model.attention import make_mask
+from freda.model.convert import convert
 from freda.model.transformer import Transformer
 from freda.model.weights import (
     EMBEDDING,
     HEAD,
-    convert,
     load_model,
     resolve_model_folder,
     save_model,

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from freda.config import ModelConfig
 from freda.errors import FredaError, missing_package
+from freda.model.convert import Checkpoint
 from freda.model.transformer import rotary_frequencies
-from freda.model.weights import EMBEDDING, FAMILIES, HEAD, Checkpoint, family_of, model_config
+from freda.model.weights import EMBEDDING, FAMILIES, HEAD, family_of, model_config
 
 CONFIG_KEYS = {  # Hugging Face name: GGUF name below the architecture
     "hidden_size": "embedding_length",

@@ -6,13 +6,12 @@
 
 A folder is written beside its place and renamed, so whatever stands under its name is whole. Loading checks everything
 that could make a model wrong without a word: every tensor must be there in its shape, and the tokenizer must be the one
-the weights were trained with. `convert` makes such a folder from a Hugging Face checkpoint or a GGUF file.
+the weights were trained with.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -25,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from freda.config import MethodConfig, ModelConfig, from_dict, require
-from freda.data.tokenizer import Tokenizer, read_json, read_settings, read_text, token_text, with_blank
+from freda.config import MethodConfig, ModelConfig, from_dict
+from freda.data.tokenizer import Tokenizer, read_json, read_text
 from freda.errors import FredaError
 from freda.model.transformer import Transformer, rotary_frequencies
 
@@ -34,8 +33,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 STORED_SETTINGS = ("block_size", "passes", "feedback", "rescale", "committed_hard")  # of MethodConfig
-TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products like round numbers
-NEAR_ZERO = 0.1  # a BLANK row shorter than this share of the mean row was never trained
 
 
 class Family(NamedTuple):
@@ -73,26 +70,7 @@ class LoadedModel(NamedTuple):
     stage: str
 
 
-class Checkpoint(NamedTuple):
-    """What another project's files hold, in Hugging Face terms."""
-
-    config: dict[str, Any]  # config.json
-    tensors: dict[str, Tensor]
-    tokenizer_json: str
-    settings: dict[str, Any]  # tokenizer_config.json
-    stops: list[int | str]  # what ends generation, as ids or texts; the first one ends documents
-    notes: list[str]  # what the reader changed, for the user
-
-
 # -- reading a model folder ------------------------------------------------------------------------------------------
-
-
-def pick_device(name: str) -> torch.device:
-    """Resolve `auto`: the GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    require(name != "cuda" or torch.cuda.is_available(), "device is cuda, but no GPU is visible; use auto or cpu")
-    return torch.device(name)
 
 
 def resolve_model_folder(path: Path) -> Path:
@@ -117,14 +95,14 @@ def resolve_model_folder(path: Path) -> Path:
 def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
     """The model in a model or run folder, every tensor read from it: nothing is left at a random value."""
     folder = resolve_model_folder(path)
-    with _located(folder):
+    with located(folder):
         values = read_json(folder / "config.json")
         section = values.get("freda")
         if not isinstance(section, dict):
             raise FredaError(f"a plain Hugging Face checkpoint; run: freda convert {folder} TARGET")
         config, method = model_config(values), _method_config(section)
     tokenizer = Tokenizer.load(folder)
-    with _located(folder):
+    with located(folder):
         _check_tokenizer(tokenizer, section, config)
         tensors = read_safetensors(weight_files(folder), device, dtype)
         check_tensors(tensors, config)
@@ -318,13 +296,14 @@ def write_files(
     section = {"blank_token_id": tokenizer.blank_id, "method": method.name, "stage": stage}
     section |= {key: getattr(method, key) for key in STORED_SETTINGS}
     stops = {"bos_token_id": None, "eos_token_id": list(tokenizer.stop_ids)}
-    values = {**hugging_face_config(config), "dtype": _dtype_name(tensors), **stops, "freda": section}
+    values = {**hugging_face_config(config), "dtype": dtype_name(tensors), **stops, "freda": section}
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(folder)
 
 
-def _dtype_name(tensors: Mapping[str, Tensor]) -> str:
+def dtype_name(tensors: Mapping[str, Tensor]) -> str:
+    """The precision of a checkpoint, by its embedding."""
     return str(tensors[EMBEDDING].dtype).removeprefix("torch.")
 
 
@@ -426,111 +405,9 @@ def _whole(values: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 @contextlib.contextmanager
-def _located(path: Path) -> Iterator[None]:
+def located(path: Path) -> Iterator[None]:
     """Say in every error which folder or file it is about."""
     try:
         yield
     except FredaError as error:
         raise FredaError(f"{path}: {error}") from None
-
-
-# -- converting other projects' checkpoints --------------------------------------------------------------------------
-
-
-def convert(
-    source: Path, target: Path, *, block_size: int = 4, dtype: str | None = None, replace: bool = False
-) -> dict[str, Any]:
-    """Make a model folder from a Hugging Face folder or a GGUF file, and say what was done.
-
-    BLANK takes the tokenizer's first free id. The result is still an autoregressive model; training makes it more.
-    """
-    if dtype is not None and dtype not in DTYPES:
-        raise FredaError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
-    method = MethodConfig(name="autoregressive", block_size=block_size)
-    with written_beside(target, replace) as temporary:
-        with _located(source):
-            checkpoint = _read_checkpoint(source, None if dtype is None else DTYPES[dtype])
-            tensors, config = checkpoint.tensors, model_config(checkpoint.config)
-            if config.tied:
-                tensors.pop(HEAD, None)  # some projects store the shared matrix twice
-            check_tensors(tensors, config)
-            tokenizer = with_blank(checkpoint.tokenizer_json, checkpoint.stops, checkpoint.settings)
-            config, blank = _make_room(config, tensors, tokenizer.blank_id)
-        write_files(temporary, config, tensors, tokenizer, method, stage="base")
-    return {
-        "architecture": family_of(config).architecture,
-        "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "dtype": _dtype_name(tensors),
-        "vocab_rows": config.vocab_size,
-        "blank_id": tokenizer.blank_id,
-        "eos_id": tokenizer.eos_id,
-        **blank,
-        "notes": "; ".join(checkpoint.notes) or "none",
-    }
-
-
-def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -> tuple[ModelConfig, dict[str, Any]]:
-    """Give BLANK a row that means something, and say whether the table had to grow for it."""
-    rows = config.vocab_size
-    if blank_id > rows:
-        raise FredaError(f"the tokenizer does not belong to the weights: it has {blank_id} ids, the table {rows} rows")
-    resized = blank_id == rows
-    if resized:
-        rows = -(-(blank_id + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
-        for name in {EMBEDDING, HEAD} & tensors.keys():
-            tensors[name] = _grown(tensors[name], rows)
-    started = _start_blank_row(tensors[EMBEDDING], blank_id)
-    summary = {"resized": resized, "blank_row": "mean of the embeddings" if started or resized else "kept"}
-    return dataclasses.replace(config, vocab_size=rows), summary
-
-
-def _grown(table: Tensor, rows: int) -> Tensor:
-    """The table with more rows; the new ones are the mean of the old."""
-    grown = table.new_empty(rows, table.shape[1])
-    grown[: len(table)] = table
-    grown[len(table) :] = table.mean(0, dtype=torch.float32)
-    return grown
-
-
-def _start_blank_row(table: Tensor, blank_id: int) -> bool:
-    """Start an untrained BLANK at the mean embedding: behind RMSNorm a row near zero would hide α. Says if it did."""
-    used = table[:blank_id]
-    usual = torch.linalg.vector_norm(used, dim=1, dtype=torch.float32).mean()
-    untrained = bool(table[blank_id].float().norm() < NEAR_ZERO * usual)
-    if untrained:
-        table[blank_id] = used.mean(0, dtype=torch.float32)
-    return untrained
-
-
-def _read_checkpoint(source: Path, dtype: torch.dtype | None) -> Checkpoint:
-    if source.suffix == ".gguf" and source.is_file():
-        from freda.model.gguf import read_gguf  # it builds on this module
-
-        return read_gguf(source, dtype)
-    if not source.is_dir():
-        raise FredaError("this is neither a folder nor a .gguf file; name a checkpoint on this machine")
-    return _read_folder(source, dtype)
-
-
-def _read_folder(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
-    if not (folder / "config.json").is_file():
-        raise FredaError("not a Hugging Face folder: it has no config.json (name a GGUF file itself, not its folder)")
-    config = read_json(folder / "config.json")
-    if "freda" in config:
-        raise FredaError("this is a freda model already; use it as it is")
-    model_config(config)  # refuse what is not supported before gigabytes are read
-    tokenizer_json = read_text(folder / "tokenizer.json")
-    settings = read_settings(folder) if (folder / "tokenizer_config.json").is_file() else {}
-    stops = _stops(folder, config, settings)
-    return Checkpoint(config, read_safetensors(weight_files(folder), dtype=dtype), tokenizer_json, settings, stops, [])
-
-
-def _stops(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int | str]:
-    """What ends generation: as `transformers` generates, or else the tokenizer's end-of-text token."""
-    generation = folder / "generation_config.json"
-    stops: list[int | str] = []
-    for values in (config, read_json(generation) if generation.is_file() else {}):
-        ids = values.get("eos_token_id")
-        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    text = token_text(settings.get("eos_token"))
-    return stops or ([] if text is None else [text])
