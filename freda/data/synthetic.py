@@ -25,7 +25,7 @@ from freda.errors import FredaError
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
 
-VERSION = 1  # of the texts: the same seed gives the same texts as long as this stays
+VERSION = 1  # of the texts: the same seed gives the same texts as long as this stays; the order of words counts
 LEAST = 2  # smallest number: "finds 1 more" would want other words
 LEAST_MAX_NUMBER = 2 * LEAST + 1  # from here on, every total can be changed
 PATIENCE = 10_000  # draws without success after which there is nothing (new) to find
@@ -39,18 +39,18 @@ class Person(NamedTuple):
 
 
 PEOPLE = (
-    *(Person(name, "she") for name in ("Ana", "Eva", "Ida", "Lea", "Mia", "Zoe")),
-    *(Person(name, "he") for name in ("Ben", "Jon", "Leo", "Max", "Sam", "Tom")),
+    *(Person(name, "she") for name in ("Mia", "Ana", "Zoe", "Eva", "Ida", "Lea")),
+    *(Person(name, "he") for name in ("Tom", "Ben", "Sam", "Leo", "Max", "Jon")),
 )
 THINGS = (
-    *("apples", "beads", "books", "cards", "coins", "cups"),
-    *("eggs", "marbles", "pens", "shells", "stamps", "stones"),
+    *("shells", "apples", "coins", "books", "pens", "cards"),
+    *("eggs", "stamps", "marbles", "stones", "beads", "cups"),
 )
 OPENINGS = (
     "{name} has {n} {things}.",
     "{name} starts with {n} {things}.",
-    "{name} keeps {n} {things}.",
     "{name} owns {n} {things}.",
+    "{name} keeps {n} {things}.",
 )
 ADDITIONS = (
     "{She} finds {n} more.",
@@ -66,18 +66,18 @@ SUBTRACTIONS = (
 )
 QUESTIONS = (
     "How many {things} does {name} have now?",
-    "How many {things} now?",
     "How many does {she} have?",
+    "How many {things} now?",
 )
 WORKED_ADDITIONS = (
     "{equation}.",
-    "That makes {equation}.",
     "{name} has {equation} {things}.",
+    "That makes {equation}.",
 )
 WORKED_SUBTRACTIONS = (
     "{equation}.",
-    "That leaves {equation}.",
     "{name} has {equation} {things}.",
+    "That leaves {equation}.",
 )
 ANSWER = "The answer is"
 # At most 15 digits, with or without commas between thousands; no decimals, no letters, nothing that goes on.
@@ -193,7 +193,8 @@ def _draw_sum(rng: random.Random, steps: int, max_number: int) -> Sum:
 def _draw_change(rng: random.Random, total: int, max_number: int) -> int:
     """A signed change that keeps the total in range; the sign is a coin toss where both are possible."""
     can_add, can_take = total + LEAST <= max_number, total - LEAST >= LEAST
-    if can_add and (not can_take or rng.random() < 0.5):
+    heads = rng.random() < 0.5  # tossed in any case: the texts of VERSION 1 depend on it
+    if can_add and (heads or not can_take):
         return _between(rng, LEAST, max_number - total)
     return -_between(rng, LEAST, total - LEAST)
 
