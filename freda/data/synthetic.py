@@ -137,11 +137,11 @@ def stream(split: Split, *, steps: int, max_number: int, seed: int) -> Iterator[
     repeats = 0
     while True:
         problem = _word(_draw_sum_of(split, rng, steps, max_number), rng)
-        if split != "train" and problem.question in asked and repeats < PATIENCE:
-            repeats += 1
-            continue
-        if problem.question not in asked:
-            repeats = 0
+        if split != "train":
+            if problem.question in asked and repeats < PATIENCE:
+                repeats += 1
+                continue
+            repeats = repeats if problem.question in asked else 0
             asked.add(problem.question)
         yield problem
 
