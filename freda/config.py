@@ -42,13 +42,17 @@ class CorpusConfig:
     problems: int = knob(20_000, "training problems to write")
     validation_problems: int = knob(512, "held-out problems in the validation shard")
     steps: int = knob(1, "arithmetic steps per problem")
-    max_number: int = knob(99, "largest number in a problem")
-    vocab_size: int = knob(512, "rows of the tokenizer's table, BLANK included")
+    max_number: int = knob(99, "largest number in a problem, results included")
+    vocab_size: int = knob(512, "most rows of the tokenizer's table, BLANK included")
     align: int = knob(8, "documents are filled with EOS to a multiple of this (a multiple of the block size)")
     seed: int = knob(0, "seed of the generator")
 
     def __post_init__(self) -> None:
         require(self.problems >= 1, f"corpus.problems is {self.problems}; use 1 or more")
+        require(
+            self.validation_problems >= 0,
+            f"corpus.validation_problems is {self.validation_problems}; use 0 or more",
+        )
         require(self.steps >= 1, f"corpus.steps is {self.steps}; use 1 or more")
         require(self.max_number >= 9, f"corpus.max_number is {self.max_number}; use 9 or more")
         require(self.align >= 1, f"corpus.align is {self.align}; use 1 or more")
