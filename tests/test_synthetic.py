@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import os
 import random
 import re
@@ -212,3 +213,13 @@ def test_grade() -> None:
     assert not grade(problem, " 23 + 45 = 68. The answer is 69.")
     assert not grade(problem, " 23 + 45 = 68.")
     assert not grade(problem, "")
+
+
+def test_sums_without_carry() -> None:
+    made = problems("train", 400, steps=2, max_number=99, seed=0, carry=False)
+    for left, sign, right, _ in (equation for problem in made for equation in EQUATION.findall(problem.solution)):
+        columns = itertools.zip_longest(reversed(left), reversed(right), fillvalue="0")
+        digits = [(int(a), int(b)) for a, b in columns]
+        assert all(a + b <= 9 if sign == "+" else a >= b for a, b in digits), (left, sign, right)
+    assert len({problem.key for problem in made}) > 300
+    assert Sum(17, (5,)).carries and Sum(31, (-2,)).carries and not Sum(45, (-5, 12)).carries

@@ -100,6 +100,18 @@ class Sum(NamedTuple):
         taken = sorted(-change for change in self.changes if change < 0)
         return "+".join(map(str, added)) + "".join(f"-{number}" for number in taken)
 
+    @property
+    def carries(self) -> bool:
+        """Does any step carry or borrow from one digit to the next?"""
+        total = self.start
+        for change in self.changes:
+            before, total = total, total + change
+            larger, part, rest = (before, -change, total) if change < 0 else (total, change, before)
+            # Without a carry, the digits of the two smaller numbers add up to the digits of the larger one.
+            if _digit_sum(part) + _digit_sum(rest) != _digit_sum(larger):
+                return True
+        return False
+
 
 class Problem(NamedTuple):
     """A question, one of its right solutions, and the number that is graded."""
@@ -120,13 +132,13 @@ class Problem(NamedTuple):
         return f"{self.prompt} {self.solution}"
 
 
-def problems(split: Split, count: int, *, steps: int, max_number: int, seed: int) -> list[Problem]:
+def problems(split: Split, count: int, *, steps: int, max_number: int, seed: int, carry: bool = True) -> list[Problem]:
     """The first problems of a split; a smaller count is a prefix of a larger one."""
-    return list(itertools.islice(stream(split, steps=steps, max_number=max_number, seed=seed), count))
+    return list(itertools.islice(stream(split, steps=steps, max_number=max_number, seed=seed, carry=carry), count))
 
 
-def stream(split: Split, *, steps: int, max_number: int, seed: int) -> Iterator[Problem]:
-    """The problems of a split, without end.
+def stream(split: Split, *, steps: int, max_number: int, seed: int, carry: bool = True) -> Iterator[Problem]:
+    """The problems of a split, without end; `carry=False` leaves out sums that carry or borrow.
 
     Held-out questions come once each, as long as there are new ones: a repeated question measures nothing. Training
     questions may come again, often with another solution, which is how a model learns that there are several.
@@ -136,7 +148,7 @@ def stream(split: Split, *, steps: int, max_number: int, seed: int) -> Iterator[
     asked: set[str] = set()
     repeats = 0
     while True:
-        problem = _word(_draw_sum_of(split, rng, steps, max_number), rng)
+        problem = _word(_draw_sum_of(split, rng, steps, max_number, carry), rng)
         if split != "train":
             if problem.question in asked and repeats < PATIENCE:
                 repeats += 1
@@ -170,10 +182,10 @@ def _check(steps: int, max_number: int) -> None:
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def _draw_sum_of(split: Split, rng: random.Random, steps: int, max_number: int) -> Sum:
+def _draw_sum_of(split: Split, rng: random.Random, steps: int, max_number: int, carry: bool) -> Sum:
     for _ in range(PATIENCE):
         drawn = _draw_sum(rng, steps, max_number)
-        if split_of(drawn.key) == split:
+        if split_of(drawn.key) == split and (carry or not drawn.carries):
             return drawn
     raise FredaError(
         f"no sum of {steps} steps with numbers up to {max_number} is in the {split} split; use a larger max_number"
@@ -197,6 +209,10 @@ def _draw_change(rng: random.Random, total: int, max_number: int) -> int:
     if can_add and (heads or not can_take):
         return _between(rng, LEAST, max_number - total)
     return -_between(rng, LEAST, total - LEAST)
+
+
+def _digit_sum(number: int) -> int:
+    return sum(map(int, str(number)))
 
 
 def _between(rng: random.Random, least: int, most: int) -> int:

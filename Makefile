@@ -1,0 +1,33 @@
+# Everything a newcomer or CI needs. Each target sets up .venv by itself.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test lint format clean
+
+demo: $(INSTALLED)  ## train three small models and watch one refine its drafts
+	$(BIN)/freda demo
+
+test: lint  ## lint, types and tests
+	$(BIN)/pytest
+
+lint: $(INSTALLED)  ## what CI checks before the tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## rewrite the code in the house style, and the pages made from it
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/python -m freda.config > docs/config.md
+	$(BIN)/python docs/draw_masks.py
+
+# torch first and through the constraints file: an unpinned torch would bring gigabytes of CUDA packages.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(INSTALLED)
+
+clean:  ## remove what the targets made, but not runs/
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,86 @@
+"""Draws docs/images/masks.svg from the very functions that the model uses: python docs/draw_masks.py
+
+Rows are queries, columns keys, as in the paper's figure attn-mask-design. A test checks that the picture is current.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from freda.model import masks
+from freda.model.masks import CLEAN, Tokens
+
+TARGET = Path(__file__).parent / "images" / "masks.svg"
+CELL, GAP, TOP, LEFT = 9, 70, 64, 20
+INK = {"clean": "#4c78a8", "draft": "#f58518", "prefix": "#9ecae9", "hidden": "#f3f3f3"}
+
+
+def panels() -> list[tuple[str, str, Tokens]]:
+    """Title, order of the parts, and the tokens of each picture."""
+    position = torch.arange(16)[None]
+    document = torch.zeros_like(position)
+    packed = torch.cat([torch.arange(8), torch.arange(8)])[None]
+    two = (torch.arange(16) // 8)[None]
+    clean = masks.clean_tokens(document, position, 4)
+    draft = masks.draft_tokens(document, position, 4)
+    copies = [masks.draft_tokens(document, position, 4, torch.full_like(position, number)) for number in range(2)]
+    pack = masks.concat(masks.draft_tokens(two, packed, 4), masks.clean_tokens(two, packed, 4))
+    return [
+        ("Autoregressive", "one token per block", masks.clean_tokens(document, position, 1)),
+        ("Committed text", "block-causal", clean),
+        ("Self-refinement", "[ draft | clean ]", masks.concat(draft, clean)),
+        ("Two documents packed", "[ draft | clean ]", pack),
+        ("Best-of-N", "[ candidate 1 | candidate 2 | clean ]", masks.concat(*copies, clean)),
+    ]
+
+
+def kind(tokens: Tokens, query: int, key: int, seen: bool) -> str:
+    """Which colour a cell has."""
+    if not seen:
+        return "hidden"
+    if tokens.stream[0, query] == CLEAN:
+        return "clean"
+    return "prefix" if tokens.stream[0, key] == CLEAN else "draft"
+
+
+def panel(title: str, order: str, tokens: Tokens, left: int) -> tuple[list[str], int]:
+    """One picture as SVG elements, and its width."""
+    grid = masks.dense(tokens, tokens)[0].tolist()
+    out = [
+        f'<text x="{left}" y="{TOP - 26}" font-weight="bold">{title}</text>',
+        f'<text x="{left}" y="{TOP - 10}" fill="#666">{order}</text>',
+    ]
+    for query, row in enumerate(grid):
+        for key, seen in enumerate(row):
+            x, y = left + key * CELL, TOP + query * CELL
+            fill = INK[kind(tokens, query, key, seen)]
+            out.append(f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{fill}"/>')
+    return out, max(len(grid) * CELL, 190)
+
+
+def draw() -> str:
+    """The whole picture."""
+    elements: list[str] = []
+    left, height = LEFT, 0
+    for title, order, tokens in panels():
+        drawn, width = panel(title, order, tokens, left)
+        elements += drawn
+        left += width + GAP
+        height = max(height, TOP + tokens.document.shape[1] * CELL)
+    legend = [("clean", "clean sees clean"), ("draft", "draft sees its own block"), ("prefix", "draft sees prefix")]
+    for index, (name, text) in enumerate(legend):
+        x = LEFT + index * 200
+        elements.append(f'<rect x="{x}" y="{height + 20}" width="12" height="12" fill="{INK[name]}"/>')
+        elements.append(f'<text x="{x + 18}" y="{height + 31}">{text}</text>')
+    size = f'width="{left}" height="{height + 50}" viewBox="0 0 {left} {height + 50}"'
+    style = 'font-family="sans-serif" font-size="13"'
+    body = "\n".join(elements)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
+
+
+if __name__ == "__main__":
+    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.write_text(draw(), encoding="utf-8")
+    print(TARGET)

@@ -1,0 +1,121 @@
+"""Scores of a model on the embedded word problems: exact match of free generation, and teacher-forced token accuracy.
+
+Exact match is what a user sees: the number after "The answer is" in the generated solution. Token accuracy gives every
+block its true prefix and asks how many tokens of the written solution the model makes itself; it has less noise, and it
+shows what a pass adds apart from how errors add up over a text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freda.data.loader import Batch
+from freda.data.synthetic import Problem, grade
+from freda.data.tokenizer import Tokenizer
+from freda.decode.generate import Output, Request, generate
+from freda.methods import METHODS
+from freda.methods.autoregressive import next_token_logits
+from freda.methods.draft import Rules, clean_half, draft_logits, predict, soft_embedding, start
+from freda.model.weights import LoadedModel
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A share of right answers, and what it cost."""
+
+    n: int
+    accuracy: float
+    standard_error: float  # of a share of n independent answers
+    nfe: float  # mean forwards per answer
+    tpf: float  # all new tokens over all forwards
+    seconds: float
+
+
+def exact_match(
+    loaded: LoadedModel,
+    problems: Sequence[Problem],
+    settings: dict[str, Any],
+    *,
+    batch_size: int = 128,
+    progress: Progress | None = None,
+) -> tuple[Score, list[Output]]:
+    """Solve every problem with the model's own method; `settings` are fields of `Request`."""
+    tokenizer, method = loaded.tokenizer, METHODS[loaded.method.name]
+    outputs: list[Output] = []
+    seconds = 0.0
+    for first in range(0, len(problems), batch_size):
+        asked = [Request(prompt=tokenizer.encode(p.prompt), **settings) for p in problems[first : first + batch_size]]
+        made = generate(loaded.model, method, loaded.method, asked, stop_ids=tokenizer.stop_ids)
+        seconds += max(output.seconds for output in made)
+        outputs += made
+        if progress is not None:
+            progress(len(outputs))
+    right = [grade(p, tokenizer.decode(o.tokens)) for p, o in zip(problems, outputs, strict=True)]
+    return score(right, outputs, seconds), outputs
+
+
+def score(right: Sequence[bool], outputs: Sequence[Output], seconds: float) -> Score:
+    """Sum up graded outputs."""
+    n, share = len(right), sum(right) / len(right)
+    nfe, tokens = sum(o.nfe for o in outputs), sum(len(o.tokens) for o in outputs)
+    return Score(n, share, math.sqrt(share * (1 - share) / n), nfe / n, tokens / nfe, seconds)
+
+
+@torch.no_grad()
+def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int) -> float:
+    """Share of solution tokens that are the written ones after `passes` passes over the true prefix."""
+    batch, given = solution_batch(loaded.tokenizer, problems, loaded.method.block_size)
+    device = loaded.model.embed_tokens.weight.device
+    batch, given = Batch(*(part.to(device) for part in batch)), given.to(device)
+    made = (
+        _next_tokens(loaded, batch) if loaded.method.name == "autoregressive" else _blocks(loaded, batch, given, passes)
+    )
+    counted = ~given & (batch.document >= 0) & ~batch.fill
+    return float(((made == batch.tokens) & counted).sum() / counted.sum())
+
+
+def _next_tokens(loaded: LoadedModel, batch: Batch) -> Tensor:
+    made = torch.full_like(batch.tokens, -1)
+    made[:, 1:] = next_token_logits(loaded.model, batch).argmax(-1)[:, :-1]
+    return made
+
+
+def _blocks(loaded: LoadedModel, batch: Batch, given: Tensor, passes: int) -> Tensor:
+    """All blocks of all rows drafted at once, exactly `passes` times, each over its true prefix."""
+    model, config = loaded.model, loaded.method
+    method, shape = METHODS[config.name], (-1, config.block_size)
+    clean = clean_half(model, batch, config.block_size)
+    draft = start(batch.tokens.view(shape), given.view(shape), model.blank_id)
+    rules = Rules(
+        torch.full_like(draft.passes, passes),
+        torch.full_like(draft.passes, 2, dtype=torch.float32),
+        draft.ids.new_empty(0),
+    )
+    for _ in range(passes):
+        ids, alpha = (part.view_as(batch.tokens) for part in method.rows(draft, config))
+        logits = draft_logits(model, soft_embedding(model, ids, alpha, rescale=config.rescale), clean)
+        draft = method.update(draft, predict(logits.view(*draft.ids.shape, -1)), rules)
+    return draft.ids.view_as(batch.tokens)
+
+
+def solution_batch(tokenizer: Tokenizer, problems: Sequence[Problem], align: int) -> tuple[Batch, Tensor]:
+    """One problem a row, filled with EOS to whole blocks, and which tokens belong to the prompt, (R, L)."""
+    texts = [tokenizer.encode(problem.document) for problem in problems]
+    prompts = [len(tokenizer.encode(problem.prompt)) for problem in problems]
+    filled = [-(-(len(text) + 1) // align) * align for text in texts]
+    width = max(filled)
+    place = torch.arange(width).expand(len(texts), -1)
+    tokens = torch.tensor([text + [tokenizer.eos_id] * (width - len(text)) for text in texts])
+    ends, lengths = (torch.tensor(counts)[:, None] for counts in (filled, [len(text) for text in texts]))
+    document = torch.where(place < ends, 0, -1).int()
+    return Batch(tokens, document, place.int(), (place > lengths) & (place < ends)), place < torch.tensor(prompts)[
+        :, None
+    ]
