@@ -44,6 +44,7 @@ class CorpusConfig:
     steps: int = knob(1, "arithmetic steps per problem")
     max_number: int = knob(99, "largest number in a problem, results included")
     carry: bool = knob(True, "false leaves out sums that carry or borrow: a small model learns them in seconds")
+    varied: bool = knob(True, "several wordings of a solution; false: the question determines each of its tokens")
     vocab_size: int = knob(512, "most rows of the tokenizer's table, BLANK included")
     align: int = knob(8, "documents are filled with EOS to a multiple of this (a multiple of the block size)")
     seed: int = knob(0, "seed of the generator")

@@ -7,6 +7,7 @@ being refined pass by pass.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -19,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from freda import __version__
-from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, MethodName, ModelConfig, TrainConfig, to_dict
+from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, MethodName, ModelConfig, TrainConfig
 from freda.data.prepare import prepare
-from freda.data.synthetic import Problem, grade, problems
+from freda.data.synthetic import Problem, grade, problems_of
 from freda.decode.generate import Pass, Request, generate
 from freda.decode.show import pass_line
 from freda.errors import FredaError
@@ -33,6 +34,7 @@ from freda.train.loop import new_run, train
 PASSES = (1, 2, 3, 4)
 THRESHOLD = 0.9
 LONGEST_SOLUTION = 40  # tokens; the written ones have at most 25
+MARKER = "results.json"
 
 
 @dataclass(frozen=True)
@@ -40,48 +42,151 @@ class Plan:
     """How much of everything."""
 
     corpus: CorpusConfig
+    data: DataConfig
     model: ModelConfig
     base: TrainConfig
     tuned: TrainConfig  # block diffusion and self-refinement alike
     test_problems: int
 
 
-def make_plan(seed: int, *, quick: bool) -> Plan:
+def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
     """The sizes of the demo; `quick` only tries the way."""
-    corpus = CorpusConfig(problems=30_000, steps=1, max_number=20, seed=seed)
-    model = ModelConfig(dim=128, layers=3, heads=4, kv_heads=4, head_dim=32, ffn_dim=384)
     base = TrainConfig(
-        steps=420, batch_rows=16, group_rows=16, lr=3e-3, warmup_steps=30, schedule="cosine", seed=seed, keep=1
+        steps=1000,
+        batch_rows=8,
+        group_rows=8,
+        lr=3e-3,
+        warmup_steps=30,
+        beta2=0.98,
+        schedule="cosine",
+        seed=seed,
+        keep=1,
     )
-    tuned = replace(base, steps=150, group_rows=8, lr=1.5e-3, warmup_steps=10)
-    if quick:
-        corpus = replace(corpus, problems=300, validation_problems=64)
-        base, tuned = replace(base, steps=4, warmup_steps=1), replace(tuned, steps=3, warmup_steps=1)
-    return Plan(corpus, model, base, tuned, test_problems=16 if quick else 400)
+    plan = Plan(
+        corpus=CorpusConfig(problems=30_000, steps=1, max_number=99, carry=False, varied=False, seed=seed),
+        data=DataConfig(path=str(out / "data"), seq_len=192),
+        model=ModelConfig(dim=160, layers=2, heads=5, kv_heads=5, head_dim=32, ffn_dim=480),
+        base=base,
+        tuned=replace(base, steps=500, group_rows=4, lr=2e-3, warmup_steps=10, init=str(out / "autoregressive")),
+        test_problems=500,
+    )
+    if not quick:
+        return plan
+    return replace(
+        plan,
+        corpus=replace(plan.corpus, problems=300, validation_problems=64),
+        base=replace(plan.base, steps=3, warmup_steps=1),
+        tuned=replace(plan.tuned, steps=3, warmup_steps=1),
+        test_problems=8,
+    )
 
 
 def run_demo(out: Path, *, seed: int, quick: bool) -> None:
-    """Everything, with its output on stdout and its progress on stderr."""
-    begun, plan, console = time.perf_counter(), make_plan(seed, quick=quick), Console(highlight=False)
+    """Everything: the table and the drafts on stdout, progress on stderr."""
+    begun, plan, console = time.perf_counter(), make_plan(out, seed, quick=quick), Console(highlight=False)
     _clear(out)
-    say("writing the corpus")
+    (out / MARKER).write_text("{}\n", encoding="utf-8")
+    say("1/5 writing a corpus of word problems")
     prepare(plan.corpus, out / "data")
-    base = _train(plan, out, "autoregressive", plan.base)
-    models = {"autoregressive": base}
-    for name in ("block-diffusion", "self-refine"):
-        models[name] = _train(plan, out, name, replace(plan.tuned, init=str(out / "autoregressive")))
-    corpus = plan.corpus
-    test = problems("test", plan.test_problems, steps=corpus.steps, max_number=corpus.max_number, seed=seed)
-    rows = [row for loaded in models.values() for row in _scores(loaded, test)]
+    models = {}
+    stages: list[tuple[MethodName, TrainConfig]] = [
+        ("autoregressive", plan.base),
+        ("block-diffusion", plan.tuned),
+        ("self-refine", plan.tuned),
+    ]
+    for number, (name, settings) in enumerate(stages, start=2):
+        say(f"{number}/5 training: {name}")
+        models[name] = _train(plan, out / name, name, settings)
+    say(f"5/5 solving {plan.test_problems} held-out problems with 1 to 4 passes")
+    test = list(itertools.islice(problems_of(plan.corpus, "test"), plan.test_problems))
+    rows = [row for name, loaded in models.items() for row in _scores(name, loaded, test)]
     console.print(_table(rows, plan.test_problems))
     _show_refinement(console, models["self-refine"], test)
     seconds = time.perf_counter() - begun
-    results = {"version": __version__, "seed": seed, "seconds": seconds, "plan": to_dict(plan), "rows": rows}
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    say(f"{seconds:.0f} s in all; results in {out / 'results.json'}. Now try:")
-    say(f'  freda generate {out / "self-refine"} "{test[0].prompt!s}" --show-drafts'.replace("\n", "$'\\n'"))
+    results = {"version": __version__, "seed": seed, "seconds": round(seconds), "plan": asdict(plan), "rows": rows}
+    (out / MARKER).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    say(f"done in {seconds:.0f} s; results in {out / MARKER}. Watch it live:")
+    print(
+        f"freda generate {out / 'self-refine'} $'{test[0].prompt!r}' --show-drafts".replace("''", "'"), file=sys.stderr
+    )
 
 
 def say(message: str) -> None:
     """Progress for the person who watches."""
     print(f"demo: {message}", file=sys.stderr, flush=True)
+
+
+def _clear(out: Path) -> None:
+    """Start anew where an earlier demo was; leave anything else alone."""
+    if out.exists() and any(out.iterdir()):
+        if not (out / MARKER).exists():
+            raise FredaError(f"{out} is not empty and not of an earlier demo; choose another folder with --out")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _train(plan: Plan, folder: Path, name: MethodName, settings: TrainConfig) -> LoadedModel:
+    method = MethodConfig(name=name)
+    config = Config(corpus=plan.corpus, data=plan.data, model=plan.model, method=method, train=settings)
+    new_run(config, folder)
+    result = train(config, folder, name=name)
+    if result.interrupted:
+        raise FredaError(f"stopped by {result.interrupted}; start the demo again with: freda demo")
+    return load_model(folder)
+
+
+def _scores(name: str, loaded: LoadedModel, test: list[Problem]) -> list[dict[str, Any]]:
+    """One row of the table for each number of passes."""
+    rows = []
+    for passes in (1,) if name == "autoregressive" else PASSES:
+        settings = {"passes": passes, "threshold": THRESHOLD, "max_new_tokens": LONGEST_SOLUTION}
+        score, _ = exact_match(loaded, test, settings)
+        accuracy = token_accuracy(loaded, test, passes)
+        rows.append({"method": name, **settings, **asdict(score), "token_accuracy": accuracy})
+    return rows
+
+
+def _table(rows: list[dict[str, Any]], count: int) -> Table:
+    table = Table(title=f"{count} held-out problems", title_justify="left")
+    for heading in ("method", "passes", "exact match", "token accuracy", "tokens per forward"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for previous, row in zip([None, *rows], rows, strict=False):
+        if previous is not None and previous["method"] != row["method"]:
+            table.add_section()
+        table.add_row(
+            row["method"],
+            "-" if row["method"] == "autoregressive" else str(row["passes"]),
+            f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f}",
+            f"{100 * row['token_accuracy']:.1f}",
+            f"{row['tpf']:.2f}",
+        )
+    return table
+
+
+def _show_refinement(console: Console, loaded: LoadedModel, test: list[Problem]) -> None:
+    """Three problems pass by pass, chosen so that something changes: solved, with a token revised on the way."""
+    console.print("\nThree problems being refined. Each line is one pass over a block of four tokens: ✓ committed,")
+    console.print("? still open, with the model's probability; ░ is BLANK, ■ ends the text, blue was given.\n")
+    shown = 0
+    for problem in test:
+        watched: list[Pass] = []
+        request = Request(
+            prompt=loaded.tokenizer.encode(problem.prompt), threshold=THRESHOLD, max_new_tokens=LONGEST_SOLUTION
+        )
+        rule, stop_ids = METHODS[loaded.method.name], loaded.tokenizer.stop_ids
+        output = generate(loaded.model, rule, loaded.method, [request], stop_ids=stop_ids, watch=watched.append)[0]
+        solved = grade(problem, loaded.tokenizer.decode(output.tokens))
+        if not (solved and _revised(watched)) and problem is not test[-1]:
+            continue
+        console.print(problem.prompt, style="blue", markup=False)
+        for step in watched:
+            console.print(pass_line(step, loaded.tokenizer), soft_wrap=True)
+        console.print(f"{len(output.tokens)} tokens in {output.nfe} forwards\n", style="dim")
+        shown += 1
+        if shown == 3:
+            return
+
+
+def _revised(watched: list[Pass]) -> bool:
+    """Did a later pass change a token of an earlier one?"""
+    return any(first.block == second.block and first.ids != second.ids for first, second in itertools.pairwise(watched))

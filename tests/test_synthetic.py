@@ -223,3 +223,13 @@ def test_sums_without_carry() -> None:
         assert all(a + b <= 9 if sign == "+" else a >= b for a, b in digits), (left, sign, right)
     assert len({problem.key for problem in made}) > 300
     assert Sum(17, (5,)).carries and Sum(31, (-2,)).carries and not Sum(45, (-5, 12)).carries
+
+
+def test_plain_solutions_are_determined_by_the_question() -> None:
+    made = problems("train", 3000, steps=1, max_number=12, seed=0, varied=False)
+    solutions = collections.defaultdict(set)
+    for problem in made:
+        solutions[re.sub(r"[A-Z]\w+|shells", "", problem.question), problem.key].add(problem.solution)
+        start, change = numbers(problem.question)
+        assert problem.solution.startswith((f"{start} + {change} =", f"{start} - {change} ="))
+    assert all(len(found) == 1 for found in solutions.values())

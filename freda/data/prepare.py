@@ -44,9 +44,8 @@ def word_problems(config: CorpusConfig) -> Source:
     counts: dict[ShardSplit, int] = {"train": config.problems, "validation": config.validation_problems}
 
     def documents(split: ShardSplit) -> Iterable[str]:
-        kind = {"steps": config.steps, "max_number": config.max_number, "carry": config.carry}
-        made = synthetic.stream(split, seed=config.seed, **kind)
-        return (problem.document for problem in itertools.islice(made, counts[split]))
+        made = itertools.islice(synthetic.problems_of(config, split), counts[split])
+        return (problem.document for problem in made)
 
     description = {"kind": "sums", "generator": synthetic.VERSION, **dataclasses.asdict(config)}
     return Source(description, counts, documents)

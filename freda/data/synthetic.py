@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
+from freda.config import CorpusConfig
 from freda.errors import FredaError
 
 T = TypeVar("T")
@@ -132,13 +133,40 @@ class Problem(NamedTuple):
         return f"{self.prompt} {self.solution}"
 
 
-def problems(split: Split, count: int, *, steps: int, max_number: int, seed: int, carry: bool = True) -> list[Problem]:
+def problems_of(config: CorpusConfig, split: Split) -> Iterator[Problem]:
+    """The problems of a configured corpus, without end."""
+    return stream(
+        split,
+        steps=config.steps,
+        max_number=config.max_number,
+        seed=config.seed,
+        carry=config.carry,
+        varied=config.varied,
+    )
+
+
+def problems(
+    split: Split,
+    count: int,
+    *,
+    steps: int,
+    max_number: int,
+    seed: int,
+    carry: bool = True,
+    varied: bool = True,
+) -> list[Problem]:
     """The first problems of a split; a smaller count is a prefix of a larger one."""
-    return list(itertools.islice(stream(split, steps=steps, max_number=max_number, seed=seed, carry=carry), count))
+    made = stream(split, steps=steps, max_number=max_number, seed=seed, carry=carry, varied=varied)
+    return list(itertools.islice(made, count))
 
 
-def stream(split: Split, *, steps: int, max_number: int, seed: int, carry: bool = True) -> Iterator[Problem]:
-    """The problems of a split, without end; `carry=False` leaves out sums that carry or borrow.
+def stream(
+    split: Split, *, steps: int, max_number: int, seed: int, carry: bool = True, varied: bool = True
+) -> Iterator[Problem]:
+    """The problems of a split, without end.
+
+    `carry=False` leaves out sums that carry or borrow; `varied=False` words every solution alike, so that a question
+    determines each token of it.
 
     Held-out questions come once each, as long as there are new ones: a repeated question measures nothing. Training
     questions may come again, often with another solution, which is how a model learns that there are several.
@@ -148,7 +176,7 @@ def stream(split: Split, *, steps: int, max_number: int, seed: int, carry: bool 
     asked: set[str] = set()
     repeats = 0
     while True:
-        problem = _word(_draw_sum_of(split, rng, steps, max_number, carry), rng)
+        problem = _word(_draw_sum_of(split, rng, steps, max_number, carry), rng, varied)
         if split != "train":
             if problem.question in asked and repeats < PATIENCE:
                 repeats += 1
@@ -161,7 +189,7 @@ def stream(split: Split, *, steps: int, max_number: int, seed: int, carry: bool 
 def make_problem(rng: random.Random, *, steps: int, max_number: int) -> Problem:
     """One problem of any split."""
     _check(steps, max_number)
-    return _word(_draw_sum(rng, steps, max_number), rng)
+    return _word(_draw_sum(rng, steps, max_number), rng, varied=True)
 
 
 def split_of(key: str) -> Split:
@@ -227,7 +255,7 @@ def _pick(rng: random.Random, options: Sequence[T]) -> T:
 # -- wording ---------------------------------------------------------------------------------------------------------
 
 
-def _word(drawn: Sum, rng: random.Random) -> Problem:
+def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
     """Tell a sum as a story, and solve it."""
     person = _pick(rng, PEOPLE)
     words = {
@@ -242,18 +270,23 @@ def _word(drawn: Sum, rng: random.Random) -> Problem:
     for change in drawn.changes:
         told, worked = (ADDITIONS, WORKED_ADDITIONS) if change > 0 else (SUBTRACTIONS, WORKED_SUBTRACTIONS)
         question.append(_pick(rng, told).format(n=abs(change), **words))
-        solution.append(_pick(rng, worked).format(equation=_equation(total, change, rng), **words))
+        if varied:
+            solution.append(
+                _pick(rng, worked).format(equation=_equation(total, change, swap=rng.random() < 0.5), **words)
+            )
+        else:
+            solution.append(worked[0].format(equation=_equation(total, change, swap=False)))
         total += change
     question.append(_pick(rng, QUESTIONS).format(**words))
     solution.append(f"{ANSWER} {total}.")
     return Problem(" ".join(question), " ".join(solution), total, drawn.key)
 
 
-def _equation(total: int, change: int, rng: random.Random) -> str:
-    """One step; summands come in either order."""
+def _equation(total: int, change: int, *, swap: bool) -> str:
+    """One step; summands can be swapped."""
     if change < 0:
         return f"{total} - {-change} = {total + change}"
-    left, right = (total, change) if rng.random() < 0.5 else (change, total)
+    left, right = (change, total) if swap else (total, change)
     return f"{left} + {right} = {total + change}"
 
 
