@@ -18,7 +18,7 @@ from freda import __version__
 from freda.errors import FredaError
 
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
-UsageError = typer.BadParameter.__mro__[1]
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # type: ignore[assignment]
 
 app = typer.Typer(
     name="freda",

@@ -271,7 +271,7 @@ def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
         told, worked = (ADDITIONS, WORKED_ADDITIONS) if change > 0 else (SUBTRACTIONS, WORKED_SUBTRACTIONS)
         question.append(_pick(rng, told).format(n=abs(change), **words))
         wording = _pick(rng, worked) if varied else worked[0]
-        swap = varied and change > 0 and rng.random() < 0.5
+        swap = varied and change > 0 and rng.random() >= 0.5
         solution.append(wording.format(equation=_equation(total, change, swap=swap), **words))
         total += change
     question.append(_pick(rng, QUESTIONS).format(**words))

@@ -233,7 +233,7 @@ def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextMana
 def _stop_signals() -> Iterator[list[str]]:
     """A list that fills when SIGINT or SIGTERM arrives; a second signal acts as usual."""
     caught: list[str] = []
-    previous = {}
+    previous: dict[int, Any] = {}
 
     def remember(number: int, frame: FrameType | None) -> None:
         caught.append(signal.Signals(number).name)
