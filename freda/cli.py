@@ -18,7 +18,7 @@ from freda import __version__
 from freda.errors import FredaError
 
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # type: ignore[assignment]
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="freda",

@@ -43,6 +43,7 @@ class CorpusConfig:
     validation_problems: int = knob(512, "held-out problems in the validation shard")
     steps: int = knob(1, "arithmetic steps per problem")
     max_number: int = knob(99, "largest number in a problem, results included")
+    max_change: int = knob(0, "largest number added or taken in a step; 0 sets no limit but max_number")
     carry: bool = knob(True, "false leaves out sums that carry or borrow: a small model learns them in seconds")
     varied: bool = knob(True, "several wordings of a solution; false: the question determines each of its tokens")
     vocab_size: int = knob(512, "most rows of the tokenizer's table, BLANK included")
@@ -57,6 +58,10 @@ class CorpusConfig:
         )
         require(self.steps >= 1, f"corpus.steps is {self.steps}; use 1 or more")
         require(self.max_number >= 9, f"corpus.max_number is {self.max_number}; use 9 or more")
+        require(
+            self.max_change == 0 or self.max_change >= 2,
+            f"corpus.max_change is {self.max_change}; use 2 or more, or 0 for no limit",
+        )
         require(self.align >= 1, f"corpus.align is {self.align}; use 1 or more")
 
 

@@ -225,6 +225,12 @@ def test_sums_without_carry() -> None:
     assert Sum(17, (5,)).carries and Sum(31, (-2,)).carries and not Sum(45, (-5, 12)).carries
 
 
+def test_changes_can_be_kept_small() -> None:
+    made = problems("train", 500, steps=2, max_number=99, seed=0, max_change=5)
+    assert {number for problem in made for number in numbers(problem.question)[1:]} == {2, 3, 4, 5}
+    assert max(problem.answer for problem in made) > 60
+
+
 def test_plain_solutions_are_determined_by_the_question() -> None:
     made = problems("train", 3000, steps=1, max_number=12, seed=0, varied=False)
     solutions = collections.defaultdict(set)

@@ -140,6 +140,7 @@ def problems_of(config: CorpusConfig, split: Split) -> Iterator[Problem]:
         steps=config.steps,
         max_number=config.max_number,
         seed=config.seed,
+        max_change=config.max_change,
         carry=config.carry,
         varied=config.varied,
     )
@@ -152,20 +153,31 @@ def problems(
     steps: int,
     max_number: int,
     seed: int,
+    max_change: int = 0,
     carry: bool = True,
     varied: bool = True,
 ) -> list[Problem]:
     """The first problems of a split; a smaller count is a prefix of a larger one."""
-    made = stream(split, steps=steps, max_number=max_number, seed=seed, carry=carry, varied=varied)
+    made = stream(
+        split, steps=steps, max_number=max_number, seed=seed, max_change=max_change, carry=carry, varied=varied
+    )
     return list(itertools.islice(made, count))
 
 
 def stream(
-    split: Split, *, steps: int, max_number: int, seed: int, carry: bool = True, varied: bool = True
+    split: Split,
+    *,
+    steps: int,
+    max_number: int,
+    seed: int,
+    max_change: int = 0,
+    carry: bool = True,
+    varied: bool = True,
 ) -> Iterator[Problem]:
     """The problems of a split, without end.
 
-    `carry=False` leaves out sums that carry or borrow; `varied=False` words every solution alike, so that a question
+    `max_change` bounds what is added or taken in a step; `carry=False` leaves out sums that carry or borrow;
+    `varied=False` words every solution alike, so that a question
     determines each token of it.
 
     Held-out questions come once each, as long as there are new ones: a repeated question measures nothing. Training
@@ -176,7 +188,7 @@ def stream(
     asked: set[str] = set()
     repeats = 0
     while True:
-        problem = _word(_draw_sum_of(split, rng, steps, max_number, carry), rng, varied)
+        problem = _word(_draw_sum_of(split, rng, steps, max_number, max_change, carry), rng, varied)
         if split != "train":
             if problem.question in asked and repeats < PATIENCE:
                 repeats += 1
@@ -210,9 +222,9 @@ def _check(steps: int, max_number: int) -> None:
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def _draw_sum_of(split: Split, rng: random.Random, steps: int, max_number: int, carry: bool) -> Sum:
+def _draw_sum_of(split: Split, rng: random.Random, steps: int, max_number: int, max_change: int, carry: bool) -> Sum:
     for _ in range(PATIENCE):
-        drawn = _draw_sum(rng, steps, max_number)
+        drawn = _draw_sum(rng, steps, max_number, max_change)
         if split_of(drawn.key) == split and (carry or not drawn.carries):
             return drawn
     raise FredaError(
@@ -220,23 +232,23 @@ def _draw_sum_of(split: Split, rng: random.Random, steps: int, max_number: int, 
     )
 
 
-def _draw_sum(rng: random.Random, steps: int, max_number: int) -> Sum:
+def _draw_sum(rng: random.Random, steps: int, max_number: int, max_change: int = 0) -> Sum:
     start = total = _between(rng, LEAST, max_number)
     changes = []
     for _ in range(steps):
-        change = _draw_change(rng, total, max_number)
+        change = _draw_change(rng, total, max_number, max_change or max_number)
         changes.append(change)
         total += change
     return Sum(start, tuple(changes))
 
 
-def _draw_change(rng: random.Random, total: int, max_number: int) -> int:
+def _draw_change(rng: random.Random, total: int, max_number: int, max_change: int) -> int:
     """A signed change that keeps the total in range; the sign is a coin toss where both are possible."""
     can_add, can_take = total + LEAST <= max_number, total - LEAST >= LEAST
     heads = rng.random() < 0.5  # tossed in any case: the texts of VERSION 1 depend on it
     if can_add and (heads or not can_take):
-        return _between(rng, LEAST, max_number - total)
-    return -_between(rng, LEAST, total - LEAST)
+        return _between(rng, LEAST, min(max_change, max_number - total))
+    return -_between(rng, LEAST, min(max_change, total - LEAST))
 
 
 def _digit_sum(number: int) -> int:

@@ -247,5 +247,5 @@ def _stop_signals() -> Iterator[list[str]]:
     try:
         yield caught
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for caught_number, handler in previous.items():
+            signal.signal(caught_number, handler)

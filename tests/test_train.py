@@ -1,0 +1,243 @@
+"""The loop: schedules, resume to the bit, interruption, and what must never be lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from freda import config as configs
+from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.prepare import prepare
+from freda.errors import FredaError
+from freda.model.weights import load_model
+from freda.train import checkpoint, loop
+from freda.train.optim import learning_rate, make_optimizer, pass_numbers
+from tests.conftest import tiny_model
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus") / "data"
+    prepare(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), folder)
+    return folder
+
+
+def config(shards: Path, name: str = "self-refine", **train: object) -> Config:
+    settings = {"steps": 6, "batch_rows": 4, "group_rows": 2, "lr": 1e-3, "warmup_steps": 2, "log_every": 1, **train}
+    return Config(
+        model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
+        data=DataConfig(path=str(shards), seq_len=96),
+        method=MethodConfig(name=name),  # type: ignore[arg-type]
+        train=TrainConfig(validation_rows=4, **settings),  # type: ignore[arg-type]
+    )
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+def start(folder: Path, settings: Config) -> loop.Result:
+    loop.new_run(settings, folder)
+    return loop.train(settings, folder)
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
+def test_resume_gives_the_very_losses_of_an_uninterrupted_run(name: str, shards: Path, tmp_path: Path) -> None:
+    settings = config(shards, name, save_every=2)
+    whole = start(tmp_path / "whole", settings)
+    loop.new_run(settings, tmp_path / "cut")
+    _train_until(settings, tmp_path / "cut", 4)
+    assert loop.resume_run(tmp_path / "cut") == settings
+    resumed = loop.train(settings, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole"), "bit for bit"
+    assert len(losses(tmp_path / "whole")) == 6 and resumed.validation == whole.validation
+    one, two = (load_model(result.checkpoint).model.state_dict() for result in (whole, resumed))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def _train_until(settings: Config, folder: Path, step: int) -> None:
+    """Train and crash in the middle of a later step, after the checkpoint of `step`."""
+    take = loop.take_step
+
+    def crash(run: loop.Run, number: int) -> dict[str, object]:
+        if number == step + 1:
+            raise RuntimeError("crash")
+        return take(run, number)
+
+    loop.take_step, before = crash, loop.take_step  # type: ignore[assignment]
+    try:
+        with pytest.raises(RuntimeError, match="crash"):
+            loop.train(settings, folder)
+    finally:
+        loop.take_step = before
+    assert [entry[0] for entry in losses(folder)] == [1, 2, 3, 4, 5], "step 5 was done, then lost"
+
+
+def test_training_lowers_the_loss(shards: Path, tmp_path: Path) -> None:
+    start(tmp_path / "run", config(shards, "autoregressive", steps=30, lr=1e-2, warmup_steps=3))
+    seen = [loss for _, loss, _ in losses(tmp_path / "run")]
+    assert seen[-1] < seen[0] - 1.5
+
+
+def test_gradient_does_not_depend_on_the_grouping(shards: Path) -> None:
+    """Accumulation is exact: two groups of two rows give the gradient of one group of four."""
+    gradients = []
+    for size in (4, 2):
+        run = loop.setup(replace(config(shards, group_rows=size), method=MethodConfig(passes=1)))
+        batches = [run.rows.batch(first, size) for first in range(0, 4, size)]
+        labels = sum(int(run.method.labels(batch).sum()) for batch in batches)
+        loss, _ = loop.accumulate_gradient(run, batches, 0, labels)
+        gradients.append((loss, torch.cat([w.grad.flatten() for w in run.model.parameters() if w.grad is not None])))
+    assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-5)
+    torch.testing.assert_close(gradients[0][1], gradients[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_passes_are_uniform_and_spread_over_the_groups() -> None:
+    drawn = [pass_numbers(1, step, 6, 3) for step in range(300)]
+    assert all(Counter(counts) == {1: 2, 2: 2, 3: 2} for counts in drawn), "stratified within a step"
+    first = Counter(counts[0] for counts in drawn)
+    assert all(70 < first[t] < 130 for t in (1, 2, 3)), "uniform for each group"
+    few = Counter(t for step in range(900) for t in pass_numbers(1, step, 1, 3))
+    assert all(250 < few[t] < 350 for t in (1, 2, 3)), "also with fewer groups than passes"
+    assert pass_numbers(1, 5, 4, 3) == pass_numbers(1, 5, 4, 3) != pass_numbers(2, 5, 4, 3)
+
+
+def test_learning_rate() -> None:
+    constant = TrainConfig(lr=1.0, warmup_steps=4, steps=20)
+    assert [learning_rate(step, constant) for step in (0, 1, 3, 4, 19)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    cosine = replace(constant, schedule="cosine")
+    rates = [learning_rate(step, cosine) for step in range(4, 20)]
+    assert rates == sorted(rates, reverse=True) and rates[0] == 1.0 and 0.05 < rates[-1] < 0.07
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = tiny_model(qk_norm=False, qkv_bias=True)
+    decayed, left = make_optimizer(model, TrainConfig()).param_groups
+    assert decayed["weight_decay"] == 0.01 and left["weight_decay"] == 0.0
+    assert all(weight.dim() == 2 for weight in decayed["params"]) and all(w.dim() == 1 for w in left["params"])
+    assert len(decayed["params"]) + len(left["params"]) == len(list(model.parameters()))
+
+
+def test_only_the_newest_checkpoints_are_kept(shards: Path, tmp_path: Path) -> None:
+    start(tmp_path / "run", config(shards, save_every=2, keep=2))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-4", "step-6"]
+    assert (tmp_path / "run" / "latest").read_text() == "step-6\n"
+
+
+def test_a_checkpoint_starts_another_method(shards: Path, tmp_path: Path) -> None:
+    base = start(tmp_path / "base", config(shards, "autoregressive"))
+    tuned = start(tmp_path / "tuned", config(shards, "self-refine", init=str(tmp_path / "base"), steps=1, lr=1e-12))
+    one, two = (load_model(result.checkpoint) for result in (base, tuned))
+    assert (one.method.name, two.method.name) == ("autoregressive", "self-refine")
+    torch.testing.assert_close(one.model.embed_tokens.weight, two.model.embed_tokens.weight, atol=1e-6, rtol=0)
+    assert {"pass1", "pass2", "pass3", "pass4"} <= tuned.validation.keys()
+
+
+def test_a_non_finite_loss_stops_before_the_update(shards: Path) -> None:
+    run = loop.setup(config(shards))
+    with torch.no_grad():
+        run.model.norm.weight[0] = float("nan")
+    before = run.model.embed_tokens.weight.clone()
+    with pytest.raises(FredaError, match=r"loss nan .* at step 3, rows 12 to 15: stopped before the update"):
+        loop.take_step(run, 3)
+    assert torch.equal(run.model.embed_tokens.weight, before)
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(shards, save_every=2)
+
+    def full(run: loop.Run, folder: Path, done: int) -> Path:
+        if done == 4:
+            monkeypatch.setattr(checkpoint, "save_file", no_space)
+        return save(run, folder, done)
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save = loop._save
+    monkeypatch.setattr(loop, "_save", full)
+    with pytest.raises(FredaError, match=r"step-4.*No space left on device"):
+        start(tmp_path / "run", settings)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+    monkeypatch.undo()
+    assert loop.train(settings, tmp_path / "run", resume=True).step == 6
+
+
+def test_run_folders_are_not_overwritten_and_say_what_is_wrong(shards: Path, tmp_path: Path) -> None:
+    settings = config(shards)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("mine")
+    with pytest.raises(FredaError, match="is not empty; go on with it by: freda train --resume"):
+        loop.new_run(settings, tmp_path / "used")
+    with pytest.raises(FredaError, match="there is no run folder"):
+        loop.resume_run(tmp_path / "none")
+    loop.new_run(settings, tmp_path / "fresh")
+    (tmp_path / "fresh" / "checkpoints" / "step-2.tmp").mkdir(parents=True)
+    with pytest.raises(FredaError, match="no complete checkpoint: the run was interrupted before its first save"):
+        loop.resume_run(tmp_path / "fresh")
+    (tmp_path / "fresh" / "latest").write_text("step-9\n")
+    with pytest.raises(FredaError, match="names step-9, which does not exist; complete: none"):
+        loop.resume_run(tmp_path / "fresh")
+
+
+def test_data_and_model_must_fit(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(FredaError, match=r"block_size 16 does not divide the shards' align 8"):
+        loop.setup(replace(config(shards), method=MethodConfig(block_size=16)))
+    with pytest.raises(FredaError, match=r"data.path is empty"):
+        loop.setup(replace(config(shards), data=DataConfig(seq_len=96)))
+    other = tmp_path / "other"
+    prepare(CorpusConfig(problems=50, validation_problems=4, vocab_size=280), other)
+    start(tmp_path / "base", config(shards, "autoregressive", steps=1))
+    with pytest.raises(FredaError, match="tokenizer"):
+        loop.setup(config(other, init=str(tmp_path / "base")))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_leaves_with_a_clear_word(
+    number: signal.Signals, code: int, shards: Path, tmp_path: Path
+) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run.toml"
+    file.write_text(configs.dump(config(shards, steps=100_000)))
+    command = [sys.executable, "-m", "freda", "train", str(file), "--out", str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert f"{number.name} after step" in errors and "saved and stopped" in errors
+    assert f"go on with: freda train --resume {folder}" in errors
+    step = int(out.strip().rsplit("-", 1)[1])
+    assert losses(folder)[-1][0] == step >= 1 and checkpoint.latest(folder).name == f"step-{step}"
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(shards: Path, tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run.toml"
+    settings = config(shards, steps=40, save_every=3)
+    file.write_text(configs.dump(settings))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "freda", "train", str(file), "--out", str(folder)],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "latest").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    start(tmp_path / "whole", settings)
+    assert loop.train(loop.resume_run(folder), folder, resume=True).step == 40
+    assert losses(folder) == losses(tmp_path / "whole")
