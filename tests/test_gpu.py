@@ -1,0 +1,66 @@
+"""What only a GPU can show; run by hand with `pytest -m gpu`. No package beyond torch and the core is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.loader import Batch
+from freda.data.prepare import prepare
+from freda.decode.generate import Request, generate
+from freda.methods import METHODS
+from freda.methods.method import Step
+from freda.train import loop
+from tests.conftest import EOS, packed_batch, tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
+def test_flex_equals_sdpa_with_gradients(name: str) -> None:
+    """The fast attention against the dense one: loss and every gradient, over packed documents and padding."""
+    batch = Batch(*(part.cuda() for part in packed_batch([[64, 128, 32], [200, 16], [96]])))
+    step = Step(seed=1, step=0, row=torch.arange(3), progress=0.0, passes=2)
+    found = {}
+    for backend in ("sdpa", "flex"):
+        model = tiny_model(head_dim=32).cuda()
+        model.backend = backend  # type: ignore[assignment]
+        loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
+        loss.backward()
+        found[backend] = (loss.item(), {n: w.grad for n, w in model.named_parameters()})
+    assert found["flex"][0] == pytest.approx(found["sdpa"][0], rel=1e-4)
+    for key, gradient in found["sdpa"][1].items():
+        error = (found["flex"][1][key] - gradient).norm() / gradient.norm()
+        assert error < 2e-3, f"{key}: {error}"
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
+def test_generation_equals_the_cpu(name: str) -> None:
+    model = tiny_model()
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, EOS, (n,), generator=generator).tolist() for n in (8, 5, 11, 3)]
+    asked = [Request(prompt=p, max_new_tokens=20, threshold=0.3, temperature=t) for p in prompts for t in (0.0, 1.0)]
+    texts = []
+    for device in ("cpu", "cuda"):
+        outputs = generate(model.to(device), METHODS[name], MethodConfig(), asked, stop_ids=[EOS])  # type: ignore[index]
+        texts.append([(output.tokens, output.nfe) for output in outputs])
+    assert texts[0] == texts[1]
+
+
+def test_training_in_bfloat16_with_flex(tmp_path: Path) -> None:
+    prepare(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
+    base = Config(
+        model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),
+        data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
+        train=TrainConfig(steps=40, batch_rows=8, group_rows=4, lr=3e-3, warmup_steps=4, validation_rows=8),
+    )
+    losses = {}
+    for attention, dtype in (("sdpa", "float32"), ("flex", "bfloat16")):
+        config = replace(base, train=replace(base.train, attention=attention, dtype=dtype))  # type: ignore[arg-type]
+        loop.new_run(config, tmp_path / attention)
+        losses[attention] = loop.train(config, tmp_path / attention).validation["loss"]
+    assert losses["flex"] == pytest.approx(losses["sdpa"], rel=0.05) and losses["flex"] < 4
