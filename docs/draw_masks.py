@@ -36,28 +36,32 @@ def panels() -> list[tuple[str, str, Tokens]]:
     ]
 
 
-def kind(tokens: Tokens, query: int, key: int, seen: bool) -> str:
+def kind(tokens: Tokens, query: int, key: int) -> str:
     """Which colour a cell has."""
-    if not seen:
-        return "hidden"
     if tokens.stream[0, query] == CLEAN:
         return "clean"
     return "prefix" if tokens.stream[0, key] == CLEAN else "draft"
 
 
 def panel(title: str, order: str, tokens: Tokens, left: int) -> tuple[list[str], int]:
-    """One picture as SVG elements, and its width."""
+    """One picture as SVG elements, and its width: a path for each colour over a light square."""
     grid = masks.dense(tokens, tokens)[0].tolist()
+    paths: dict[str, list[str]] = {}
+    for query, row in enumerate(grid):
+        for key, seen in enumerate(row):
+            if seen:
+                name = kind(tokens, query, key)
+                paths.setdefault(name, []).append(
+                    f"M{left + key * CELL} {TOP + query * CELL}h{CELL - 1}v{CELL - 1}h-{CELL - 1}z"
+                )
+    side = len(grid) * CELL
     out = [
         f'<text x="{left}" y="{TOP - 26}" font-weight="bold">{title}</text>',
         f'<text x="{left}" y="{TOP - 10}" fill="#666">{order}</text>',
+        f'<rect x="{left}" y="{TOP}" width="{side}" height="{side}" fill="{INK["hidden"]}"/>',
     ]
-    for query, row in enumerate(grid):
-        for key, seen in enumerate(row):
-            x, y = left + key * CELL, TOP + query * CELL
-            fill = INK[kind(tokens, query, key, seen)]
-            out.append(f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{fill}"/>')
-    return out, max(len(grid) * CELL, 190)
+    out += [f'<path fill="{INK[name]}" d="{"".join(parts)}"/>' for name, parts in sorted(paths.items())]
+    return out, max(side, 190)
 
 
 def draw() -> str:
@@ -77,7 +81,8 @@ def draw() -> str:
     size = f'width="{left}" height="{height + 50}" viewBox="0 0 {left} {height + 50}"'
     style = 'font-family="sans-serif" font-size="13"'
     body = "\n".join(elements)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
+    page = '<rect width="100%" height="100%" fill="white"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{page}\n{body}\n</svg>\n'
 
 
 if __name__ == "__main__":

@@ -96,12 +96,10 @@ def train(
     resolved = None if config is None else configs.load(config, set_)  # a wrong config fails before torch is loaded
     from freda.train import loop
 
-    if resolved is not None and out is not None:
-        folder = out
-        loop.new_run(resolved, folder)
-    else:
-        assert resume is not None
-        folder, resolved = resume, loop.resume_run(resume)
+    folder = out or resume
+    assert folder is not None
+    if resolved is None:
+        resolved = loop.resume_run(folder)
     result = loop.train(resolved, folder, resume=resume is not None, name=folder.name)
     print(result.checkpoint)
     if result.interrupted:

@@ -61,6 +61,5 @@ def test_training_in_bfloat16_with_flex(tmp_path: Path) -> None:
     losses = {}
     for attention, dtype in (("sdpa", "float32"), ("flex", "bfloat16")):
         config = replace(base, train=replace(base.train, attention=attention, dtype=dtype))  # type: ignore[arg-type]
-        loop.new_run(config, tmp_path / attention)
         losses[attention] = loop.train(config, tmp_path / attention).validation["loss"]
     assert losses["flex"] == pytest.approx(losses["sdpa"], rel=0.05) and losses["flex"] < 4

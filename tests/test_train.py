@@ -49,7 +49,6 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
 
 
 def start(folder: Path, settings: Config) -> loop.Result:
-    loop.new_run(settings, folder)
     return loop.train(settings, folder)
 
 
@@ -57,7 +56,6 @@ def start(folder: Path, settings: Config) -> loop.Result:
 def test_resume_gives_the_very_losses_of_an_uninterrupted_run(name: str, shards: Path, tmp_path: Path) -> None:
     settings = config(shards, name, save_every=2)
     whole = start(tmp_path / "whole", settings)
-    loop.new_run(settings, tmp_path / "cut")
     _train_until(settings, tmp_path / "cut", 4)
     assert loop.resume_run(tmp_path / "cut") == settings
     resumed = loop.train(settings, tmp_path / "cut", resume=True)
@@ -180,10 +178,9 @@ def test_run_folders_are_not_overwritten_and_say_what_is_wrong(shards: Path, tmp
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
     with pytest.raises(FredaError, match="is not empty; go on with it by: freda train --resume"):
-        loop.new_run(settings, tmp_path / "used")
+        loop.train(settings, tmp_path / "used")
     with pytest.raises(FredaError, match="there is no run folder"):
         loop.resume_run(tmp_path / "none")
-    loop.new_run(settings, tmp_path / "fresh")
     (tmp_path / "fresh" / "checkpoints" / "step-2.tmp").mkdir(parents=True)
     with pytest.raises(FredaError, match="no complete checkpoint: the run was interrupted before its first save"):
         loop.resume_run(tmp_path / "fresh")
@@ -201,7 +198,8 @@ def test_data_and_model_must_fit(shards: Path, tmp_path: Path) -> None:
     prepare(CorpusConfig(problems=50, validation_problems=4, vocab_size=280), other)
     start(tmp_path / "base", config(shards, "autoregressive", steps=1))
     with pytest.raises(FredaError, match="tokenizer"):
-        loop.setup(config(other, init=str(tmp_path / "base")))
+        loop.train(config(other, init=str(tmp_path / "base")), tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists(), "a run that cannot start leaves nothing behind"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

@@ -31,9 +31,10 @@ def colour(prob: float) -> str:
 
 def pass_line(step: Pass, tokenizer: Tokenizer) -> Text:
     """One pass of one block: its tokens, each with its mark and probability."""
-    line = Text(f"block {step.block:<3} pass {step.number}  ", style="dim")
-    cells = zip(tokenizer.pieces(step.ids), step.prob, step.given, step.committed, strict=True)
-    for piece, prob, given, committed in cells:
+    line = Text()
+    line.append(f"block {step.block:<3} pass {step.number}  ", style="dim")
+    pieces = (piece.replace(" ", "·") for piece in tokenizer.pieces(step.ids))  # a space is a token like any other
+    for piece, prob, given, committed in zip(pieces, step.prob, step.given, step.committed, strict=True):
         if given:
             line.append(f" {piece:<{CELL}}     ", style="blue")
         else:

@@ -62,14 +62,12 @@ class Run:
     device: torch.device
 
 
-def new_run(config: Config, folder: Path) -> None:
-    """Make the run folder and store the resolved config in it."""
-    if folder.exists() and any(folder.iterdir()):
+def check_unused(folder: Path) -> None:
+    """A new run must not mix with what is there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FredaError(
             f"{folder} is not empty; go on with it by: freda train --resume {folder}, or choose another folder"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(config_module.dump(config), encoding="utf-8")
 
 
 def resume_run(folder: Path) -> Config:
@@ -121,9 +119,16 @@ def _initial_model(config: Config) -> tuple[Transformer, Tokenizer]:
 
 
 def train(config: Config, folder: Path, *, resume: bool = False, name: str = "train") -> Result:
-    """Train to the end, or until interrupted; in both cases everything is saved."""
-    run = setup(config)
-    done = checkpoint.restore(folder, run.model, run.optimizer) if resume else 0
+    """Train to the end, or until interrupted; in both cases everything is saved. `folder` is new, or resumed."""
+    if not resume:
+        check_unused(folder)
+    run = setup(config)  # before the folder is made: a wrong config leaves nothing behind
+    if resume:
+        done = checkpoint.restore(folder, run.model, run.optimizer)
+    else:
+        done = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(config_module.dump(config), encoding="utf-8")
     metrics = MetricsFile(folder / "metrics.jsonl", steps_done=done)
     first, steps, begun = done, config.train.steps, time.perf_counter()
     validation: dict[str, float] = {}

@@ -1,0 +1,143 @@
+"""The command line end to end: prepare, train, resume, generate, inspect, convert; its manners and its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from freda import config as configs
+from freda.cli import run
+from freda.config import Config, CorpusConfig, DataConfig, ModelConfig, TrainConfig
+from freda.data.tokenizer import BLANK_TEXT
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards (`data`), a config and a run, made by the commands themselves."""
+    root = tmp_path_factory.mktemp("cli")
+    config = Config(
+        corpus=CorpusConfig(problems=100, validation_problems=8, vocab_size=300),
+        model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
+        data=DataConfig(path=str(root / "data"), seq_len=96),
+        train=TrainConfig(steps=4, batch_rows=2, group_rows=2, lr=1e-3, warmup_steps=1, validation_rows=2),
+    )
+    (root / "run.toml").write_text(configs.dump(config))
+    assert run(["prepare", str(root / "run.toml"), str(root / "data")]) == 0
+    assert run(["train", str(root / "run.toml"), "--out", str(root / "run"), "--set", "train.save_every=2"]) == 0
+    return root
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """Run a command that must fail; returns its one line."""
+    capsys.readouterr()
+    assert run([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("freda: error: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_the_run_folder_holds_what_is_needed_to_go_on(trained: Path) -> None:
+    folder = trained / "run"
+    assert (folder / "latest").read_text() == "step-4\n"
+    assert configs.load(folder / "config.toml").train.save_every == 2, "the resolved config, overrides included"
+    assert {"model.safetensors", "config.json", "tokenizer.json", "optimizer.safetensors", "state.json"} <= {
+        path.name for path in (folder / "checkpoints" / "step-4").iterdir()
+    }
+
+
+def test_generate_json(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "Q: Mia has 12 shells."
+    arguments = ["generate", str(trained / "run"), prompt, "--json", "--max-new-tokens", "10", "--passes", "2"]
+    assert run(arguments) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {"text", "tokens", "nfe", "tpf", "seconds", "method", "settings"} <= answer.keys()
+    assert len(answer["tokens"]) <= 10 and answer["method"] == "self-refine" and answer["settings"]["passes"] == 2
+    assert answer["tpf"] == pytest.approx(len(answer["tokens"]) / answer["nfe"], abs=1e-3)
+
+
+def test_generate_shows_drafts_as_plain_lines(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", str(trained / "run"), "Q:", "--show-drafts", "--max-new-tokens", "6", "--passes", "2"]) == 0
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("block ")]
+    assert lines[0].startswith("block 0   pass 1") and lines[1].startswith("block 0   pass 2")
+    assert "\x1b" not in captured.err, "no escape codes where there is no terminal"
+    assert "tokens per forward" in captured.err
+
+
+def test_every_method_decodes_any_model(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("autoregressive", "block-diffusion"):
+        assert run(["generate", str(trained / "run"), "Q:", "--method", name, "--max-new-tokens", "4"]) == 0
+        assert f"was trained as self-refine, decoding as {name}" in capsys.readouterr().err
+
+
+def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, words in [
+        ("data", ("train: 100 documents", "validation: 8 documents", "first document: Q|:|")),
+        ("run", ("step 4, loss", "validation at step 4: loss", "method self-refine, blocks of 4")),
+        ("run/checkpoints/step-4", ("Qwen3ForCausalLM", "1 layers of width 32, 2/1 heads of 16, tied head")),
+    ]:
+        assert run(["inspect", str(trained / path)]) == 0
+        out = capsys.readouterr().out
+        assert all(word in out for word in words), out
+
+
+def test_bad_input_of_generate(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained / "run"
+    assert f"contains {BLANK_TEXT} at character 3" in fails(capsys, "generate", folder, f"ab {BLANK_TEXT}")
+    assert "there is no model" in fails(capsys, "generate", tmp_path / "none", "x")
+    assert "no config.json" in fails(capsys, "generate", tmp_path, "x")
+    assert "there is no method 'dream'" in fails(capsys, "generate", folder, "x", "--method", "dream")
+    assert "passes is 0" in fails(capsys, "generate", folder, "x", "--passes", "0")
+    assert "there is no device 'tpu'" in fails(capsys, "generate", folder, "x", "--device", "tpu")
+
+
+def test_bad_input_of_train(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = trained / "run.toml", tmp_path / "new"
+    assert "give a config and --out" in fails(capsys, "train", config)
+    assert "leave --set and --out away" in fails(capsys, "train", "--resume", trained / "run", "--out", out)
+    assert "is not empty" in fails(capsys, "train", config, "--out", trained / "run")
+    assert "did you mean 'train.lr'" in fails(capsys, "train", config, "--out", out, "--set", "train.lrr=1")
+    assert "seq_len 100 is not a multiple of the shards' align 8; use 96 or 104" in fails(
+        capsys, "train", config, "--out", out, "--set", "data.seq_len=100"
+    )
+
+
+def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such option" in fails(capsys, "generate", "--nope")
+    assert "No such command" in fails(capsys, "frobnicate")
+
+
+def test_debug_shows_the_trace_and_help_is_fast() -> None:
+    command = [sys.executable, "-m", "freda"]
+    failed = subprocess.run([*command, "inspect", "/nowhere", "--debug"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 2 and "Traceback" in failed.stderr and "freda: error: " in failed.stderr
+    loaded = "import sys, freda.cli; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    seen = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout
+    assert seen.strip() == "[]", "the command line must not load heavy packages before a command needs them"
+    begun = time.monotonic()
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(name in shown for name in ("demo", "prepare", "train", "generate", "convert", "inspect"))
+    assert time.monotonic() - begun < 5, "far above the aim of 0.3 s: only a heavy import takes so long"
+
+
+def test_demo_the_quick_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "demo"
+    for _ in range(2):  # a second demo replaces the first
+        assert run(["demo", "--quick", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("autoregressive", "block-diffusion", "self-refine", "tokens per forward"))
+    results = json.loads((out / "results.json").read_text())
+    assert [(row["method"], row["passes"]) for row in results["rows"]] == [
+        ("autoregressive", 1),
+        *(("block-diffusion", n) for n in (1, 2, 3, 4)),
+        *(("self-refine", n) for n in (1, 2, 3, 4)),
+    ]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("important")
+    assert "not of an earlier demo" in fails(capsys, "demo", "--quick", "--out", tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()

@@ -1,0 +1,75 @@
+"""The documents: what is made from the code is current, what they name exists."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from freda import __version__
+from freda import config as configs
+from freda.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_config_page_is_current() -> None:
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == configs.reference() + "\n", "run: make format"
+
+
+def test_the_mask_picture_is_current() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "draw_masks.py"))
+    assert (ROOT / "docs" / "images" / "masks.svg").read_text(encoding="utf-8") == module["draw"](), "run: make format"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_functions_named_in_links_exist(page: Path) -> None:
+    for name, target in re.findall(r"\[`([\w.]+)`\]\(([^)]+\.py)\)", page.read_text(encoding="utf-8")):
+        source = (page.parent / target).read_text(encoding="utf-8")
+        last = name.rsplit(".", 1)[-1]
+        assert last == "py" or re.search(rf"(def|class) {last}\b", source), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_commands_parse(page: Path) -> None:
+    """Every `freda ...` line of a code block names a command and options that exist."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for block in re.findall(r"```(?:sh|bash)?\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+        for line in re.findall(r"^(?:\$ )?freda (.*)$", block, re.M):
+            words = shlex.split(line, comments=True)
+            assert words[0] in commands or words[0].startswith("-"), line
+            known = {flag for option in commands[words[0]].params for flag in option.opts}
+            assert all(word in known for word in words if word.startswith("--")), line
+
+
+def test_the_file_tree_of_the_readme_is_complete() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text[text.index("## The files") :]
+    for file in sorted((ROOT / "freda").rglob("*.py")):
+        if file.name != "__init__.py" or file.stat().st_size:
+            assert file.name in tree, f"{file.relative_to(ROOT)} is not in the README's file tree"
+
+
+def test_versions_agree() -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert newest is not None and newest[1] == __version__
+
+
+def test_configs_are_valid() -> None:
+    found = sorted((ROOT / "configs").rglob("*.toml"))
+    assert found
+    for file in found:
+        configs.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))

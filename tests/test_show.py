@@ -1,0 +1,58 @@
+"""Drawing drafts: marks without colour, colour by confidence, and in place on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from freda.data.tokenizer import Tokenizer, train_tokenizer
+from freda.decode.generate import Pass
+from freda.decode.show import LiveDrafts, colour, pass_line
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["Mia has 12 shells."] * 20, 300)
+
+
+def passes(tokenizer: Tokenizer) -> list[Pass]:
+    ids = tokenizer.encode("Mia has 1")
+    blank = tokenizer.blank_id
+    given = [True, False, False, False]
+    first = Pass(0, 0, 1, [*ids[:2], blank, blank], [1.0, 0.95, 0.2, 0.1], given, [True, True, False, False], False)
+    return [first, first._replace(number=2, ids=[*ids[:3], tokenizer.eos_id], committed=[True] * 4, closed=True)]
+
+
+def test_a_line_marks_what_is_committed(tokenizer: Tokenizer) -> None:
+    line = pass_line(passes(tokenizer)[0], tokenizer).plain
+    assert line.startswith("block 0   pass 1")
+    assert "✓0.95" in line and "?0.20" in line and "░" in line
+    assert "1.00" not in line, "given tokens have no confidence to show"
+
+
+def test_colour_follows_confidence() -> None:
+    assert len({colour(prob) for prob in (0.95, 0.7, 0.4, 0.1)}) == 4
+    assert colour(0.9) == colour(1.0) and colour(0.0) == colour(0.29)
+
+
+def test_plain_lines_without_a_terminal(tokenizer: Tokenizer) -> None:
+    file = io.StringIO()
+    with LiveDrafts([], tokenizer, file=file) as drafts:
+        for step in passes(tokenizer):
+            drafts(step)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 2 and "\x1b" not in file.getvalue() and "■" in lines[1]
+
+
+def test_in_place_on_a_terminal(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = io.StringIO()
+    with LiveDrafts([], tokenizer, file=file) as drafts:
+        drafts.console._force_terminal = True
+        for step in passes(tokenizer):
+            drafts(step)
+    shown = file.getvalue()
+    assert "block 0, pass 1: 2 of 4 committed" in shown and "block 0, pass 2: 4 of 4 committed" in shown
+    assert "\x1b[" in shown, "colours and cursor movements"
