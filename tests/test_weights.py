@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,6 +25,7 @@ from freda.errors import FredaError
 from freda.model import masks
 from freda.model.attention import make_mask
 from freda.model.convert import convert
+from freda.model.gguf import SPLITS
 from freda.model.transformer import Transformer
 from freda.model.weights import (
     EMBEDDING,
@@ -705,3 +709,18 @@ def test_gguf_files_that_cannot_be_read(tokenizer: Tokenizer, tmp_path: Path, mo
         refuse_file(path, r"m\.gguf: not a whole GGUF file")
     monkeypatch.setitem(sys.modules, "gguf", None)
     refuse_file(path, r"needs the package 'gguf'.*pip install 'freda\[gguf\]'")
+
+
+@given(st.text(st.sampled_from("ab éß12٣ \n\t'.,s")))
+def test_smollm_splits_digits_then_words(text: str) -> None:
+    """llama.cpp's `smollm` as one expression against its definition: digits apart, then GPT-2's words."""
+    splits = tokenizers.pre_tokenizers
+    words = splits.ByteLevel(add_prefix_space=False, use_regex=True)
+    defined = splits.Sequence([splits.Digits(individual_digits=True), words])
+    ours = splits.Sequence(
+        [
+            splits.Split(tokenizers.Regex(SPLITS["smollm"]), behavior="isolated"),
+            splits.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    assert ours.pre_tokenize_str(text) == defined.pre_tokenize_str(text)

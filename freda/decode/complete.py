@@ -35,6 +35,9 @@ def complete(
     if name != loaded.method.name:
         print(f"freda: note: {path} was trained as {loaded.method.name}, decoding as {name}", file=sys.stderr)
     request = Request(prompt=loaded.tokenizer.encode(text), **settings)
+    length, limit = len(request.prompt) + request.max_new_tokens, loaded.model.config.max_positions
+    if length > limit:
+        print(f"freda: note: {length} tokens asked for, but the model is meant for {limit} positions", file=sys.stderr)
 
     def run(watch: LiveDrafts | None) -> Output:
         rule, stop_ids = METHODS[cast(MethodName, name)], loaded.tokenizer.stop_ids

@@ -83,4 +83,5 @@ class LiveDrafts:
                 picture.append(piece, style=colour(prob) + (" underline" if committed else ""))
         sure = sum(step.committed)
         picture.append(f"\n\nblock {step.block}, pass {step.number}: {sure} of {len(step.ids)} committed", style="dim")
-        return picture
+        lines = picture.wrap(self.console, self.console.width)
+        return Text("\n").join(lines[-(self.console.height - 1) :])  # the end of a long text, where things happen

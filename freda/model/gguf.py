@@ -69,6 +69,7 @@ REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {  # llama.cpp's name of a pre-tokenizer: the expression that cuts text into words
     "qwen2": WORDS + r"\p{N}" + REST,
     "llama-bpe": WORDS + r"\p{N}{1,3}" + REST,
+    "smollm": r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+",
 }
 
 
