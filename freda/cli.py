@@ -195,6 +195,10 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 0
+    except OSError as error:  # a full disk, a missing permission: the user's to fix, wherever it was met
+        if debug:
+            traceback.print_exc()
+        return _complain(f"{error.strerror or error}: {error.filename or 'while writing'}", 2)
 
 
 def _complain(problem: Any, code: int) -> int:

@@ -107,6 +107,11 @@ def test_bad_input_of_train(trained: Path, tmp_path: Path, capsys: pytest.Captur
     )
 
 
+def test_a_place_that_cannot_be_written_is_one_line(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = fails(capsys, "prepare", trained / "run.toml", "/proc/nothing/data")
+    assert "No such file or directory: /proc/nothing" in message
+
+
 def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "No such option" in fails(capsys, "generate", "--nope")
     assert "No such command" in fails(capsys, "frobnicate")
