@@ -22,7 +22,7 @@ format: $(INSTALLED)  ## rewrite the code in the house style, and the pages made
 	$(BIN)/python -m freda.config > docs/config.md
 	$(BIN)/python docs/draw_masks.py
 
-# torch first and through the constraints file: an unpinned torch would bring gigabytes of CUDA packages.
+# torch first and through the constraints file: unpinned, pip would take whatever is newest, with its CUDA packages.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from freda import __version__
+from freda.config import DecodeConfig
 from freda.errors import FredaError
 
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
@@ -30,6 +31,7 @@ app = typer.Typer(
     epilog="Start with **freda demo**: it trains a small model and shows it refining, in a few minutes on two cores.",
 )
 
+DECODING = DecodeConfig()
 Settings = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config value.")]
 
 
@@ -77,8 +79,8 @@ def prepare(
 
 
 @app.command(
-    epilog="Examples: **freda train configs/sums-base.toml --out runs/sums/base**; "
-    "if it was stopped: **freda train --resume runs/sums/base**"
+    epilog="Examples: **freda train runs/demo/self-refine/config.toml --out runs/mine --set method.passes=2**; "
+    "if it was stopped: **freda train --resume runs/mine**"
 )
 def train(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/config.md.")] = None,
@@ -115,16 +117,19 @@ def generate(
     method: Annotated[
         str | None, typer.Option(help="self-refine, block-diffusion or autoregressive; the model's own by default.")
     ] = None,
-    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = 4,
-    threshold: Annotated[float, typer.Option(help="Probability from which a token is committed; over 1: never.")] = 0.9,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
+    threshold: Annotated[
+        float, typer.Option(help="Probability from which a token is committed; over 1: never.")
+    ] = DECODING.threshold,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = DECODING.max_new_tokens,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = DECODING.temperature,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = DECODING.top_p,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = DECODING.seed,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Show every pass of every block.")] = False,
     pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.15,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
 ) -> None:
     """Continue a text."""
     from freda.decode.complete import complete
@@ -138,7 +143,8 @@ def generate(
         "seed": seed,
     }
     text = sys.stdin.read() if prompt == "-" else prompt
-    answer = complete(model, text, settings, method=method, device=device, pause=pause if show_drafts else None)
+    place = {"device": device, "dtype": dtype}
+    answer = complete(model, text, settings, method=method, **place, pause=pause if show_drafts else None)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from freda.errors import FredaError
 
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 MethodName = Literal["autoregressive", "block-diffusion", "self-refine"]
 
 
@@ -95,6 +96,8 @@ class ModelConfig:
             not (self.qk_norm and self.qkv_bias),
             "model.qk_norm and model.qkv_bias are both true; Qwen3 has the norm, Qwen2.5 the bias, no family has both",
         )
+        missing = [key for key in LLAMA3_SCALING if self.rope_scaling is not None and key not in self.rope_scaling]
+        require(not missing, f"model.rope_scaling has no {', '.join(missing)}; only the scaling of Llama 3 is known")
         require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}; rotary embedding needs an even number")
 
 
@@ -168,7 +171,32 @@ class TrainConfig:
             self.batch_rows % self.group_rows == 0,
             f"train.group_rows {self.group_rows} does not divide train.batch_rows {self.batch_rows}",
         )
-        require(self.lr > 0, f"train.lr is {self.lr}; use a positive number")
+        for name in ("lr", "clip"):
+            require(getattr(self, name) > 0, f"train.{name} is {getattr(self, name)}; use a positive number")
+        for name in ("warmup_steps", "validate_every", "save_every", "weight_decay"):
+            require(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; use 0 or more")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"train.{name} is {getattr(self, name)}; use 0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How one text is continued; not a section of a run's config, but the options of `freda generate`."""
+
+    max_new_tokens: int = knob(128, "most tokens to make")
+    passes: int = knob(4, "most passes per block, K")
+    threshold: float = knob(0.9, "probability η from which a token is committed; above 1 never")
+    temperature: float = knob(0.0, "0 takes the most probable token")
+    top_p: float = knob(1.0, "sample from the smallest set of tokens with this probability")
+    seed: int = knob(0, "seed of the sampling")
+
+    def __post_init__(self) -> None:
+        require(1 <= self.max_new_tokens <= 2**20, f"max_new_tokens is {self.max_new_tokens}; use 1 to {2**20}")
+        require(self.passes >= 1, f"passes is {self.passes}; use 1 or more")
+        require(self.threshold > 0, f"threshold is {self.threshold}; use a probability above 0, or above 1 for never")
+        require(self.temperature >= 0, f"temperature is {self.temperature}; use 0 (greedy) or more")
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; use a share above 0, at most 1")
+        require(abs(self.seed) < 2**63, f"seed is {self.seed}; use a number of at most 63 bits")
 
 
 @dataclass(frozen=True, kw_only=True)

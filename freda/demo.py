@@ -35,7 +35,7 @@ PASSES = (1, 2, 3, 4)
 THRESHOLD = 0.9
 LONGEST_SOLUTION = 48  # tokens; the written ones have at most 33
 NOISE_MIN = 0.3  # of block diffusion: weights 1/t of small t add little but variance; 51 → 73 exact match (LOG.md)
-MARKER = "results.json"
+RESULTS, MARKER = "results.json", ".freda-demo"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,6 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     """Everything: the table and the drafts on stdout, progress on stderr."""
     begun, plan, console = time.perf_counter(), make_plan(out, seed, quick=quick), Console(highlight=False)
     _clear(out)
-    (out / MARKER).write_text("{}\n", encoding="utf-8")
     say("1/5 writing a corpus of word problems")
     prepare(plan.corpus, out / "data")
     models = {}
@@ -107,8 +106,8 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     _show_refinement(console, models["self-refine"], test)
     seconds = time.perf_counter() - begun
     results = {"version": __version__, "seed": seed, "seconds": round(seconds), "plan": asdict(plan), "rows": rows}
-    (out / MARKER).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    say(f"done in {seconds:.0f} s; results in {out / MARKER}. Watch it live:")
+    (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    say(f"done in {seconds:.0f} s; results in {out / RESULTS}. Watch it live:")
     print(
         f"freda generate {out / 'self-refine'} $'{test[0].prompt!r}' --show-drafts".replace("''", "'"), file=sys.stderr
     )
@@ -120,12 +119,15 @@ def say(message: str) -> None:
 
 
 def _clear(out: Path) -> None:
-    """Start anew where an earlier demo was; leave anything else alone."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARKER).exists():
-            raise FredaError(f"{out} is not empty and not of an earlier demo; choose another folder with --out")
-        shutil.rmtree(out)
+    """Start anew where an earlier demo was, removing what it made and nothing else."""
+    made = {"data", "autoregressive", "block-diffusion", "self-refine", RESULTS, MARKER}
+    found = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if found - made or (found and MARKER not in found):
+        raise FredaError(f"{out} holds {min(found - made or found)}, which no demo made; choose another folder: --out")
+    for name in found - {RESULTS, MARKER}:
+        shutil.rmtree(out / name)
     out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).write_text("A demo may be started anew in this folder.\n", encoding="utf-8")
 
 
 def _train(plan: Plan, folder: Path, name: MethodName, settings: TrainConfig) -> LoadedModel:

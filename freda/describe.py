@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from freda.data.shards import Manifest, Shard
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
 from freda.model.weights import family_of, load_model
+from freda.train.metrics import read_metrics
 
 SHOWN_TOKENS = 60  # of the first document
 
@@ -44,7 +44,7 @@ def _run(path: Path) -> str:
     lines = [f"run {path}"]
     metrics = path / "metrics.jsonl"
     if metrics.is_file():
-        numbers = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        numbers = read_metrics(metrics)
         steps = [entry for entry in numbers if "loss" in entry]
         checks = [entry for entry in numbers if "validation" in entry]
         if steps:

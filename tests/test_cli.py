@@ -93,6 +93,9 @@ def test_bad_input_of_generate(trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert "no config.json" in fails(capsys, "generate", tmp_path, "x")
     assert "there is no method 'dream'" in fails(capsys, "generate", folder, "x", "--method", "dream")
     assert "passes is 0" in fails(capsys, "generate", folder, "x", "--passes", "0")
+    assert "seed is 999" in fails(capsys, "generate", folder, "x", "--seed", "99999999999999999999")
+    assert "max_new_tokens is 100000000" in fails(capsys, "generate", folder, "x", "--max-new-tokens", "100000000")
+    assert "there is no dtype 'int8'" in fails(capsys, "generate", folder, "x", "--dtype", "int8")
     assert "there is no device 'tpu'" in fails(capsys, "generate", folder, "x", "--device", "tpu")
 
 
@@ -142,7 +145,9 @@ def test_demo_the_quick_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         *(("block-diffusion", n) for n in (1, 2, 3, 4)),
         *(("self-refine", n) for n in (1, 2, 3, 4)),
     ]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("important")
-    assert "not of an earlier demo" in fails(capsys, "demo", "--quick", "--out", tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.tex").exists()
+    for folder in (tmp_path / "mine", out):  # a folder of the user's, and one that the user has put something into
+        folder.mkdir(exist_ok=True)
+        (folder / "results.json").write_text("{}")
+        (folder / "thesis.tex").write_text("important")
+        assert "which no demo made" in fails(capsys, "demo", "--quick", "--out", folder)
+        assert (folder / "thesis.tex").exists() and (folder / "results.json").exists()

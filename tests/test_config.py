@@ -48,6 +48,10 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ("[model]\nheads = 6\nkv_heads = 4", r"kv_heads 4 does not divide model.heads 6"),
         ("[model]\nqkv_bias = true", r"both true"),
         ("[train]\nlr = 0.0", r"train.lr is 0.0; use a positive number"),
+        ("[train]\nclip = 0.0", r"train.clip is 0.0; use a positive number"),
+        ("[train]\nbeta1 = 2.0", r"train.beta1 is 2.0; use 0 to below 1"),
+        ("[train]\nsave_every = -1", r"train.save_every is -1; use 0 or more"),
+        ("[model]\nrope_scaling = { factor = 8.0 }", r"rope_scaling has no low_freq_factor"),
         ("[method]\nreplacement_start = 1.5", r"replacement_start is 1.5; use 0 to 1"),
     ],
 )
@@ -83,6 +87,6 @@ def test_a_stored_config_reads_back_to_the_same_value(lr: float, steps: int, pat
 
 
 def test_rope_scaling_survives_the_round_trip(tmp_path: Path) -> None:
-    scaling = {"rope_type": "llama3", "factor": 8.0}
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = Config(model=ModelConfig(rope_scaling=scaling))
     assert load(configs.dump(config), tmp_path) == config

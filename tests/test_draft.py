@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from freda.methods import autoregressive, block_diffusion, self_refine
+from freda.methods import draft as draft_module
 from freda.methods.draft import Draft, Prediction, Rules, Sampling, leftmost_run, predict, soft_embedding, start
 from freda.model.transformer import Transformer
 from tests.conftest import BLANK, EOS
@@ -135,6 +136,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
     chosen = predict(probs.log().expand(1, 5_000, 4), sampling(1.0, top_p=0.6), torch.arange(5_000)[None])
     assert set(chosen.ids.flatten().tolist()) == {0, 1}
+
+
+def test_top_p_of_one_keeps_all_however_large_the_vocabulary() -> None:
+    """A running sum in fp32 reaches 1 long before 150,000 small probabilities are summed."""
+    logits = torch.randn(1, 2, 150_000, generator=torch.Generator().manual_seed(0)) * 3
+    kept = draft_module._sampled_logits(logits, sampling(1.0), torch.arange(2)[None]).isfinite()
+    assert kept.all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

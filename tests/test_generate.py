@@ -140,6 +140,38 @@ def test_text_ends_with_the_first_stop_token_and_no_later(model: Transformer) ->
     assert cut.finish == "stop" and free.finish == "length" and len(free.tokens) == 20
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"cached": False}])
+def test_any_of_several_stop_tokens_ends_a_text_even_as_its_first(
+    name: str, options: dict[str, bool], model: Transformer
+) -> None:
+    """Take the stop tokens from the free text: its first token, then two later ones."""
+    asked = [Request(prompt=prompts([6])[0], max_new_tokens=16, passes=2, threshold=2.0)]
+    free = generate(model, METHODS[name], MethodConfig(), asked, stop_ids=[])[0].tokens  # type: ignore[index]
+    for stops in ([free[0]], [free[9], free[5]]):
+        cut = generate(model, METHODS[name], MethodConfig(), asked, stop_ids=stops, **options)[0]  # type: ignore[index, arg-type]
+        first = min(free.index(stop) for stop in stops)
+        assert cut.tokens == free[: first + 1] and cut.finish == "stop"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stop_tokens_of_the_prompt_do_not_stop(name: str, model: Transformer) -> None:
+    """The prompt's last token sits, given, in the first generated block."""
+    asked = [Request(prompt=prompts([6])[0], max_new_tokens=9, threshold=2.0)]
+    free = generate(model, METHODS[name], MethodConfig(), asked, stop_ids=[])[0].tokens  # type: ignore[index]
+    stop = next(token for token in reversed(asked[0].prompt) if token not in free)
+    assert generate(model, METHODS[name], MethodConfig(), asked, stop_ids=[stop])[0].tokens == free  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_shapes_decode_alike_with_and_without_cache(name: str) -> None:
+    """Untied head, bias, no q/k norm (Qwen2.5), with sampling and top-p."""
+    other = tiny_model(4, tied=False, qk_norm=False, qkv_bias=True)
+    asked = requests(temperature=1.2, top_p=0.8)
+    texts = tokens(run(other, name, asked))
+    assert texts == tokens(run(other, name, asked, cached=False)) != tokens(run(other, name, requests()))
+
+
 def test_max_new_tokens_cuts_inside_a_block(model: Transformer) -> None:
     outputs = [run(model, "self-refine", [Request(prompt=prompts([7])[0], max_new_tokens=n)])[0] for n in (9, 2)]
     assert outputs[1].tokens == outputs[0].tokens[:2] and len(outputs[0].tokens) == 9

@@ -17,6 +17,7 @@ from freda.config import MethodConfig, ModelConfig
 from freda.data.loader import Batch
 from freda.methods import self_refine
 from freda.methods.draft import clean_half, label_loss, start
+from freda.methods.method import Step
 from freda.model.transformer import Transformer
 
 SYMBOLS, SIZE = 3, 2
@@ -117,6 +118,20 @@ def test_the_training_loss_is_the_surrogate_up_to_the_entropy_of_the_data(
     entropy = -float(torch.special.xlogy(target, target).sum())
     joint = kl(blank_draft[:, None] * target, blank_draft[:, None] * kernel)
     assert joint == pytest.approx(loss - entropy, abs=1e-6)
+
+
+def test_the_loss_of_the_first_pass_is_the_initial_matching_objective(
+    toy: Transformer, blank_draft: Tensor, target: Tensor
+) -> None:
+    """Eq. init_kl: training with one pass from the blank draft minimises KL(p_0 || p_T)."""
+    plain = MethodConfig(block_size=SIZE, replacement_start=0.0, replacement_end=0.0)
+    losses = []
+    for text in SPACE:
+        step = Step(seed=0, step=0, row=torch.arange(1), progress=0.0, passes=1)
+        losses.append(self_refine.loss(toy, rows(text[None]), plain, step).item())
+    loss = float((torch.tensor(losses, dtype=torch.float64) * target).sum())
+    entropy = -float(torch.special.xlogy(target, target).sum())
+    assert kl(target, blank_draft) == pytest.approx(loss - entropy, abs=1e-6)
 
 
 def test_proposition_3_marginal_consistency(blank_draft: Tensor, kernel: Tensor, target: Tensor) -> None:

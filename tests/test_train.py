@@ -18,6 +18,7 @@ import torch
 
 from freda import config as configs
 from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.loader import Batch
 from freda.data.prepare import prepare
 from freda.errors import FredaError
 from freda.model.weights import load_model
@@ -57,8 +58,7 @@ def test_resume_gives_the_very_losses_of_an_uninterrupted_run(name: str, shards:
     settings = config(shards, name, save_every=2)
     whole = start(tmp_path / "whole", settings)
     _train_until(settings, tmp_path / "cut", 4)
-    assert loop.resume_run(tmp_path / "cut") == settings
-    resumed = loop.train(settings, tmp_path / "cut", resume=True)
+    resumed = loop.train(loop.resume_run(tmp_path / "cut"), tmp_path / "cut", resume=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole"), "bit for bit"
     assert len(losses(tmp_path / "whole")) == 6 and resumed.validation == whole.validation
     one, two = (load_model(result.checkpoint).model.state_dict() for result in (whole, resumed))
@@ -156,10 +156,10 @@ def test_a_non_finite_loss_stops_before_the_update(shards: Path) -> None:
 def test_a_full_disk_leaves_the_older_checkpoint(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(shards, save_every=2)
 
-    def full(run: loop.Run, folder: Path, done: int) -> Path:
+    def full(run: loop.Run, folder: Path, done: int) -> None:
         if done == 4:
             monkeypatch.setattr(checkpoint, "save_file", no_space)
-        return save(run, folder, done)
+        save(run, folder, done)
 
     def no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -181,12 +181,99 @@ def test_run_folders_are_not_overwritten_and_say_what_is_wrong(shards: Path, tmp
         loop.train(settings, tmp_path / "used")
     with pytest.raises(FredaError, match="there is no run folder"):
         loop.resume_run(tmp_path / "none")
-    (tmp_path / "fresh" / "checkpoints" / "step-2.tmp").mkdir(parents=True)
-    with pytest.raises(FredaError, match="no complete checkpoint: the run was interrupted before its first save"):
-        loop.resume_run(tmp_path / "fresh")
-    (tmp_path / "fresh" / "latest").write_text("step-9\n")
-    with pytest.raises(FredaError, match="names step-9, which does not exist; complete: none"):
-        loop.resume_run(tmp_path / "fresh")
+    with pytest.raises(FredaError, match=r"is not a run folder: it has no config\.toml"):
+        loop.resume_run(tmp_path / "used")
+
+
+def test_a_run_killed_before_its_first_save_starts_again(shards: Path, tmp_path: Path) -> None:
+    settings = config(shards)
+    start(tmp_path / "whole", settings)
+    folder = tmp_path / "cut"
+    (folder / "checkpoints" / "step-2.tmp").mkdir(parents=True)
+    (folder / "config.toml").write_text(configs.dump(settings))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 9.9, "grad_norm": 1.0}\n{"step": 2, "lo')
+    loop.train(loop.resume_run(folder), folder, resume=True)
+    assert losses(folder) == losses(tmp_path / "whole")
+
+
+def test_a_dangling_pointer_falls_back_to_the_newest_checkpoint(shards: Path, tmp_path: Path) -> None:
+    start(tmp_path / "run", config(shards, save_every=2))
+    (tmp_path / "run" / "latest").write_text("step-9\n")
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None and found.name == "step-6"
+
+
+def test_a_finished_run_resumes_to_nothing(shards: Path, tmp_path: Path) -> None:
+    settings = config(shards)
+    start(tmp_path / "run", settings)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    result = loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True)
+    assert result.step == 6 and (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_resume_needs_neither_the_working_folder_nor_the_first_model(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(tmp_path / "base", config(shards, "autoregressive", steps=1))
+    monkeypatch.chdir(tmp_path)
+    settings = replace(
+        config(shards, init="base", save_every=2), data=DataConfig(path=os.path.relpath(shards), seq_len=96)
+    )
+    _train_until(settings, Path("run"), 4)
+    (tmp_path / "base").rename(tmp_path / "gone")
+    monkeypatch.chdir("/")
+    assert loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True).step == 6
+
+
+@pytest.mark.parametrize("damage", ["state.json", "optimizer.safetensors"])
+@pytest.mark.parametrize("how", ["missing", "cut"])
+def test_a_damaged_optimizer_state_is_named(damage: str, how: str, shards: Path, tmp_path: Path) -> None:
+    start(tmp_path / "run", config(shards))
+    file = tmp_path / "run" / "checkpoints" / "step-6" / damage
+    file.unlink() if how == "missing" else file.write_bytes(file.read_bytes()[:5])
+    with pytest.raises(FredaError, match="its optimizer state is missing or damaged"):
+        loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True)
+
+
+def test_a_signal_while_saving_saves_once(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves: list[int] = []
+    save = loop._save
+
+    def signalled(run: loop.Run, folder: Path, done: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        saves.append(done)
+        save(run, folder, done)
+
+    monkeypatch.setattr(loop, "_save", signalled)
+    result = start(tmp_path / "run", config(shards, save_every=2))
+    assert saves == [2] and (result.step, result.interrupted) == (2, "SIGTERM")
+
+
+def test_an_error_keeps_the_steps_before_it(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulate = loop.accumulate_gradient
+
+    def broken(run: loop.Run, batches: list[Batch], step: int, labels: int) -> tuple[float, dict[str, float]]:
+        loss, parts = accumulate(run, batches, step, labels)
+        return (float("nan") if step == 3 else loss), parts
+
+    monkeypatch.setattr(loop, "accumulate_gradient", broken)
+    with pytest.raises(FredaError, match="at step 3"):
+        start(tmp_path / "run", config(shards))
+    monkeypatch.undo()
+    assert checkpoint.latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step-3"
+    start(tmp_path / "whole", config(shards))
+    loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_the_stored_config_says_what_the_run_has(shards: Path, tmp_path: Path) -> None:
+    start(tmp_path / "base", config(shards, "autoregressive", steps=1))
+    stored = loop.resume_run(tmp_path / "base")
+    assert stored.model.vocab_size == load_model(tmp_path / "base").model.config.vocab_size > 0
+    assert Path(stored.data.path).is_absolute()
+    wrong = replace(config(shards, init=str(tmp_path / "base")), model=ModelConfig(dim=32, layers=9))
+    with pytest.raises(FredaError, match=r"model\.layers is 9, but the model of train\.init has 1"):
+        loop.train(wrong, tmp_path / "wrong")
 
 
 def test_data_and_model_must_fit(shards: Path, tmp_path: Path) -> None:
@@ -219,7 +306,7 @@ def test_a_signal_saves_and_leaves_with_a_clear_word(
     assert f"{number.name} after step" in errors and "saved and stopped" in errors
     assert f"go on with: freda train --resume {folder}" in errors
     step = int(out.strip().rsplit("-", 1)[1])
-    assert losses(folder)[-1][0] == step >= 1 and checkpoint.latest(folder).name == f"step-{step}"
+    assert losses(folder)[-1][0] == step >= 1 and checkpoint.latest(folder) == folder / "checkpoints" / f"step-{step}"
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(shards: Path, tmp_path: Path) -> None:

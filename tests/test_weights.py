@@ -711,6 +711,16 @@ def test_gguf_files_that_cannot_be_read(tokenizer: Tokenizer, tmp_path: Path, mo
     refuse_file(path, r"needs the package 'gguf'.*pip install 'freda\[gguf\]'")
 
 
+def test_a_tokenizer_of_the_same_size_with_other_ids_is_noticed(model_folder: Path) -> None:
+    """Two digits swapped: everything fits, and every number would come out wrong."""
+    file = model_folder / "tokenizer.json"
+    values = json.loads(file.read_text())
+    vocabulary = values["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    file.write_text(json.dumps(values))
+    refuse(model_folder, r"does not belong to the weights: it is \w{8}, they were trained with \w{8}")
+
+
 @given(st.text(st.sampled_from("ab éß12٣ \n\t'.,s")))
 def test_smollm_splits_digits_then_words(text: str) -> None:
     """llama.cpp's `smollm` as one expression against its definition: digits apart, then GPT-2's words."""

@@ -5,8 +5,8 @@ are drawn apart: a sum belongs to one split for ever, by a hash of its key, so a
 has learnt to calculate and not by heart. Sums that differ only in the order of their parts share a key, or 5 + 12 in
 the training split would give away 12 + 5 in the test split.
 
-A question has several right solutions that differ in wording and in the order of the summands. Drafts made in parallel
-can therefore mix two of them, which is the very mistake that refinement has to repair.
+Unless `varied` is false, a question has several right solutions that differ in wording and in the order of the
+summands. Drafts made in parallel can then mix two of them.
 
 All numbers lie in 2..max_number, results included.
 """

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from freda.config import MethodConfig, require
+from freda.config import DecodeConfig, MethodConfig, require
 from freda.methods.draft import Draft, Rules, Sampling, merge, predict, soft_embedding, start
 from freda.methods.method import Method, block_size
 from freda.model.attention import make_mask
@@ -32,23 +32,10 @@ from freda.model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(DecodeConfig):
     """One text to continue, and how."""
 
     prompt: Sequence[int]
-    max_new_tokens: int = 128
-    passes: int = 4
-    threshold: float = 0.9
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; use 1 or more")
-        require(self.passes >= 1, f"passes is {self.passes}; use 1 or more")
-        require(self.threshold > 0, f"threshold is {self.threshold}; use a probability above 0, or above 1 for never")
-        require(self.temperature >= 0, f"temperature is {self.temperature}; use 0 (greedy) or more")
-        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; use a share above 0, at most 1")
 
 
 @dataclass(frozen=True)

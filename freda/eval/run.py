@@ -75,9 +75,8 @@ def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int
     batch, given = solution_batch(loaded.tokenizer, problems, loaded.method.block_size)
     device = loaded.model.embed_tokens.weight.device
     batch, given = Batch(*(part.to(device) for part in batch)), given.to(device)
-    made = (
-        _next_tokens(loaded, batch) if loaded.method.name == "autoregressive" else _blocks(loaded, batch, given, passes)
-    )
+    drafts = METHODS[loaded.method.name].DRAFTS
+    made = _blocks(loaded, batch, given, passes) if drafts else _next_tokens(loaded, batch)
     counted = ~given & (batch.document >= 0) & ~batch.fill
     return float(((made == batch.tokens) & counted).sum() / counted.sum())
 

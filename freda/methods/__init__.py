@@ -1,17 +1,11 @@
-"""The methods by the name that the config and the command line use."""
-
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import cast
+"""The methods by the name that the config and the command line use; mypy checks each against `Method`."""
 
 from freda.config import MethodName
 from freda.methods import autoregressive, block_diffusion, self_refine
 from freda.methods.method import Method
 
-METHODS: Mapping[MethodName, Method] = MappingProxyType(
-    {
-        "autoregressive": cast(Method, autoregressive),
-        "block-diffusion": cast(Method, block_diffusion),
-        "self-refine": cast(Method, self_refine),
-    }
-)
+METHODS: dict[MethodName, Method] = {
+    "autoregressive": autoregressive,
+    "block-diffusion": block_diffusion,
+    "self-refine": self_refine,
+}

@@ -19,6 +19,7 @@ from freda.model.masks import clean_tokens
 from freda.model.transformer import Transformer
 
 DRAFTS = False
+REFINES = False
 
 
 def labels(batch: Batch) -> Tensor:

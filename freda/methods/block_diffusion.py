@@ -19,6 +19,7 @@ from freda.methods.noise import Purpose, uniform
 from freda.model.transformer import Transformer
 
 DRAFTS = True
+REFINES = False
 
 
 def labels(batch: Batch) -> Tensor:
@@ -46,7 +47,7 @@ def noise(batch: Batch, config: MethodConfig, step: Step) -> tuple[Tensor, Tenso
 
 
 def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:
-    """The training loss (an upper bound on the negative log-likelihood) and the loss of a fully masked block."""
+    """The training loss (which bounds the negative log-likelihood if all noise levels are used) and that of pass 1."""
     clean = clean_half(model, batch, config.block_size)
     x = soft_embedding(model, batch.tokens, torch.zeros_like(batch.tokens).float())
     blank = label_loss(draft_logits(model, x, clean), batch)

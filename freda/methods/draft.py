@@ -120,7 +120,9 @@ def _sampled_logits(logits: Tensor, sampling: Sampling, position: Tensor) -> Ten
     scaled = logits / sampling.temperature[:, None, None].clamp_min(1e-6)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     mass = ordered.softmax(-1)
-    dropped = mass.cumsum(-1) - mass >= sampling.top_p[:, None, None]  # the token that crosses top_p stays
+    top_p = sampling.top_p[:, None, None]
+    # The token that crosses top_p stays. A sum in fp32 reaches 1 early, so 1 is asked for by itself: it keeps all.
+    dropped = (mass.cumsum(-1) - mass >= top_p) & (top_p < 1)
     beyond = torch.zeros_like(dropped).scatter(-1, order, dropped)
     token = torch.arange(logits.shape[-1], device=logits.device)
     noise = gumbel(Purpose.SAMPLING, sampling.seed[:, None, None], position[:, :, None], token)

@@ -32,6 +32,9 @@ class Method(Protocol):
     DRAFTS: bool
     """True: a forward carries the rows of a draft and predicts at them. False: it predicts after the last token."""
 
+    REFINES: bool
+    """True: training runs `Step.passes` passes. False: it has one, and `Step.passes` means nothing."""
+
     def labels(self, batch: Batch) -> Tensor:
         """Which tokens are predicted in training, (R, L) bool."""
 

@@ -32,6 +32,7 @@ from freda.methods.noise import Purpose, uniform
 from freda.model.transformer import Transformer
 
 DRAFTS = True
+REFINES = True
 COMMITTED_IN_TRAINING = 0.9  # η of the `committed_hard` ablation while training
 VALIDATION_PASSES = 4
 

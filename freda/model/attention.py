@@ -1,7 +1,8 @@
 """Attention over a mask given by token vectors: two backends, one answer.
 
-`sdpa` builds the dense mask and works everywhere, backward included. `flex` never holds a dense mask: FlexAttention
-evaluates `masks.visible` from the vectors, tile by tile. It is the fast path on CUDA; on CPU it has no backward.
+`sdpa` builds the dense mask and works everywhere, backward included. `flex` evaluates `masks.visible` from the vectors
+inside the kernel, tile by tile, and skips tiles in which nothing is visible. It is the fast path on CUDA; on CPU it has
+no backward. Finding those tiles still evaluates the rule densely, once per forward.
 """
 
 from __future__ import annotations

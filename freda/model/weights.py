@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from freda.config import MethodConfig, ModelConfig, from_dict
+from freda.config import LLAMA3_SCALING, MethodConfig, ModelConfig, from_dict
 from freda.data.tokenizer import Tokenizer, read_json, read_text
 from freda.errors import FredaError
 from freda.model.transformer import Transformer, rotary_frequencies
@@ -58,7 +58,6 @@ REFUSED = {  # keys of config.json that change the forward in a way the Transfor
     "num_local_experts": "mixture of experts",
     "quantization_config": "quantised weights",
 }
-LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 class LoadedModel(NamedTuple):
@@ -139,6 +138,11 @@ def _check_tokenizer(tokenizer: Tokenizer, section: Mapping[str, Any], config: M
         raise FredaError(
             f"the tokenizer does not belong to the weights: it has {tokenizer.size} ids, the embedding table "
             f"{config.vocab_size} rows; put back the tokenizer files of this model"
+        )
+    if tokenizer.fingerprint != section.get("tokenizer"):
+        raise FredaError(
+            f"the tokenizer does not belong to the weights: it is {tokenizer.fingerprint[:8]}, they were trained with "
+            f"{str(section.get('tokenizer'))[:8]}; put back the tokenizer files of this model"
         )
 
 
@@ -248,7 +252,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     folder.rename(older)
     try:
         temporary.rename(folder)
-    except OSError:
+    except BaseException:  # a second Ctrl-C counts: the older folder must get its name back
         older.rename(folder)
         raise
     shutil.rmtree(older, ignore_errors=True)
@@ -293,7 +297,8 @@ def write_files(
     stage: str,
 ) -> None:
     """config.json, model.safetensors (tensors under their Hugging Face names) and the tokenizer's files."""
-    section = {"blank_token_id": tokenizer.blank_id, "method": method.name, "stage": stage}
+    section = {"blank_token_id": tokenizer.blank_id, "tokenizer": tokenizer.fingerprint}
+    section |= {"method": method.name, "stage": stage}
     section |= {key: getattr(method, key) for key in STORED_SETTINGS}
     stops = {"bos_token_id": None, "eos_token_id": list(tokenizer.stop_ids)}
     values = {**hugging_face_config(config), "dtype": dtype_name(tensors), **stops, "freda": section}
@@ -390,10 +395,10 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
         return theta, None
     if kind != "llama3":
         raise FredaError(f"config.json has the rope type {kind!r}, which is not supported; supported: default, llama3")
-    missing = [key for key in LLAMA3_KEYS if key not in parameters]
+    missing = [key for key in LLAMA3_SCALING if key not in parameters]
     if missing:
         raise FredaError(f"config.json has the rope type llama3 without its {missing[0]}")
-    return theta, {"rope_type": kind, **{key: parameters[key] for key in LLAMA3_KEYS}}
+    return theta, {"rope_type": kind, **{key: parameters[key] for key in LLAMA3_SCALING}}
 
 
 def _whole(values: Mapping[str, Any], key: str, default: int | None = None) -> int:

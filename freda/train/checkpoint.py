@@ -7,20 +7,21 @@ noise and the order of rows are functions of the step, so there is no generator 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from freda.config import MethodConfig
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
 from freda.model.transformer import Transformer
-from freda.model.weights import load_model, write_model, written_beside
+from freda.model.weights import write_model, written_beside
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -49,40 +50,33 @@ def save(
     return folder
 
 
-def restore(run: Path, model: Transformer, optimizer: torch.optim.AdamW) -> int:
-    """Load the newest checkpoint into `model` and `optimizer`; returns the number of steps done."""
-    folder = latest(run)
-    model.load_state_dict(load_model(folder).model.state_dict())
+def restore(folder: Path, model: Transformer, optimizer: torch.optim.AdamW) -> int:
+    """Load a checkpoint's optimizer state; `model` holds its weights already. Returns the number of steps done."""
     try:
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        step = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
         moments = load_file(folder / "optimizer.safetensors")
-    except FileNotFoundError as error:
-        raise FredaError(f"{folder} is not a training checkpoint: {Path(error.filename).name} is missing") from None
-    step = int(state["step"])
-    for name, weight in model.named_parameters():
-        optimizer.state[weight] = {
-            "step": torch.tensor(float(step)),
-            **{moment: moments[f"{moment}.{name}"].to(weight.device) for moment in MOMENTS},
-        }
+        for name, weight in model.named_parameters():
+            optimizer.state[weight] = {
+                "step": torch.tensor(float(step)),
+                **{moment: moments[f"{moment}.{name}"].to(weight.device) for moment in MOMENTS},
+            }
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise FredaError(
+            f"{folder} cannot be resumed from: its optimizer state is missing or damaged ({error}); "
+            f"start a new run with train.init={folder}"
+        ) from None
     return step
 
 
-def latest(run: Path) -> Path:
-    """The newest complete checkpoint of a run."""
-    if not run.is_dir():
-        raise FredaError(f"there is no run folder {run}")
-    try:
-        folder = run / "checkpoints" / (run / "latest").read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        raise FredaError(
-            f"{run} holds no complete checkpoint: the run was interrupted before its first save; "
-            f"delete the folder and start again, with a smaller train.save_every"
-        ) from None
-    if not folder.is_dir():
-        raise FredaError(
-            f"{run / 'latest'} names {folder.name}, which does not exist; complete: {_steps(run) or 'none'}"
-        )
-    return folder
+def latest(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run: the one that `latest` names, or else the newest there is, if any."""
+    folders = run / "checkpoints"
+    with contextlib.suppress(FileNotFoundError):
+        named = folders / (run / "latest").read_text(encoding="utf-8").strip()
+        if named.is_dir():
+            return named
+    steps = _steps(run)
+    return folders / f"step-{steps[-1]}" if steps else None
 
 
 def _steps(run: Path) -> list[int]:

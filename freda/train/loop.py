@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from freda import config as config_module
-from freda.config import Config, require
+from freda.config import Config, ModelConfig, require
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
@@ -71,13 +71,16 @@ def check_unused(folder: Path) -> None:
 
 
 def resume_run(folder: Path) -> Config:
-    """The config of an existing run that has a checkpoint to go on from."""
-    checkpoint.latest(folder)
+    """The config of an existing run."""
+    if not folder.is_dir():
+        raise FredaError(f"there is no run folder {folder}")
+    if not (folder / "config.toml").is_file():
+        raise FredaError(f"{folder} is not a run folder: it has no config.toml")
     return config_module.load(folder / "config.toml")
 
 
-def setup(config: Config) -> Run:
-    """Model, data and optimizer of a run, checked against each other."""
+def setup(config: Config, resume_from: Path | None = None) -> Run:
+    """Model, data and optimizer of a run, checked against each other; the weights of a checkpoint to resume from."""
     device = pick_device(config.train.device)
     require(bool(config.data.path), "data.path is empty; name a folder made by freda prepare")
     shards, seq_len, seed = Path(config.data.path), config.data.seq_len, config.train.seed
@@ -87,8 +90,9 @@ def setup(config: Config) -> Run:
         align % block == 0,
         f"method.block_size {block} does not divide the shards' align {align}; prepare them with align={block}",
     )
-    model, tokenizer = _initial_model(config)
+    model, tokenizer = _initial_model(config, resume_from)
     rows.check_tokenizer(tokenizer)
+    config = replace(config, model=model.config)  # what the run has, not what was asked for
     model.to(device)
     model.backend = pick_backend(config.train.attention, device)
     return Run(
@@ -103,9 +107,14 @@ def setup(config: Config) -> Run:
     )
 
 
-def _initial_model(config: Config) -> tuple[Transformer, Tokenizer]:
+def _initial_model(config: Config, resume_from: Path | None) -> tuple[Transformer, Tokenizer]:
+    """The checkpoint, the model to start from, or a new one: in this order."""
+    if resume_from is not None:
+        loaded = load_model(resume_from)
+        return loaded.model, loaded.tokenizer
     if config.train.init:
         loaded = load_model(Path(config.train.init))
+        _check_shape(config.model, loaded.model.config)
         return loaded.model, loaded.tokenizer
     tokenizer = Tokenizer.load(Path(config.data.path))
     shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=tokenizer.size)
@@ -118,49 +127,80 @@ def _initial_model(config: Config) -> tuple[Transformer, Tokenizer]:
     return model, tokenizer
 
 
+def _check_shape(asked: ModelConfig, found: ModelConfig) -> None:
+    """A [model] section beside `train.init` must not say something else than the checkpoint."""
+    asked = replace(asked, vocab_size=asked.vocab_size or found.vocab_size)
+    if asked not in (found, replace(ModelConfig(), vocab_size=found.vocab_size)):  # the latter: none was given
+        key = next(key for key, value in vars(asked).items() if value != getattr(found, key))
+        raise FredaError(
+            f"model.{key} is {getattr(asked, key)}, but the model of train.init has {getattr(found, key)}; "
+            f"leave the [model] section away"
+        )
+
+
 def train(config: Config, folder: Path, *, resume: bool = False, name: str = "train") -> Result:
     """Train to the end, or until interrupted; in both cases everything is saved. `folder` is new, or resumed."""
     if not resume:
         check_unused(folder)
-    run = setup(config)  # before the folder is made: a wrong config leaves nothing behind
-    if resume:
-        done = checkpoint.restore(folder, run.model, run.optimizer)
-    else:
-        done = 0
+    config = _with_absolute_paths(config)
+    saved = checkpoint.latest(folder) if resume else None
+    run = setup(config, saved)  # before the folder is made: a wrong config leaves nothing behind
+    done = 0 if saved is None else checkpoint.restore(saved, run.model, run.optimizer)
+    if not resume:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(config_module.dump(config), encoding="utf-8")
+        (folder / "config.toml").write_text(config_module.dump(run.config), encoding="utf-8")
+    with ProgressLine(name, config.train.steps) as line, _stop_signals() as stop:
+        return _run_steps(run, folder, done, line, stop)
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """A stored config must mean the same from every folder."""
+    data = replace(config.data, path=str(Path(config.data.path).absolute()) if config.data.path else "")
+    init = str(Path(config.train.init).absolute()) if config.train.init else ""
+    return replace(config, data=data, train=replace(config.train, init=init))
+
+
+def _run_steps(run: Run, folder: Path, done: int, line: ProgressLine, stop: list[str]) -> Result:
+    """Steps, and what is due after them; whatever ends the run, its last state is saved."""
+    config, first, begun = run.config.train, done, time.perf_counter()
     metrics = MetricsFile(folder / "metrics.jsonl", steps_done=done)
-    first, steps, begun = done, config.train.steps, time.perf_counter()
     validation: dict[str, float] = {}
-    saved = checkpoint.latest(folder) if resume else folder
-    with ProgressLine(name, steps) as line, _stop_signals() as stop:
-        while done < steps and not stop:
+    saved_at = done
+    try:
+        while done < config.steps and not stop:
             numbers = take_step(run, done)
             done += 1
             elapsed = time.perf_counter() - begun
-            numbers["tokens_per_s"] = (done - first) * config.train.batch_rows * config.data.seq_len / elapsed
-            line.show(done, numbers, (steps - done) * elapsed / (done - first))
-            if _due(done, config.train.log_every, steps):
+            numbers["tokens_per_s"] = (done - first) * config.batch_rows * run.config.data.seq_len / elapsed
+            line.show(done, numbers, (config.steps - done) * elapsed / (done - first))
+            if _due(done, config.log_every, config.steps):
                 metrics.write({"step": done, **numbers})
-            if _due(done, config.train.validate_every, steps):
+            if _due(done, config.validate_every, config.steps):
                 validation = validate(run)
                 metrics.write({"step": done, "validation": validation})
-            if _due(done, config.train.save_every, steps):
-                saved = _save(run, folder, done)
-        if stop and done > first:
-            saved = _save(run, folder, done)
-        if stop:
-            line.note(f"{name}: {stop[0]} after step {done} of {steps}: saved and stopped")
-    return Result(saved, done, stop[0] if stop else "", validation, time.perf_counter() - begun)
+            if _due(done, config.save_every, config.steps):
+                saved_at = done
+                _save(run, folder, done)
+        if done > saved_at:  # stopped by a signal
+            _save(run, folder, done)
+    except (FredaError, OSError):  # raised before an update or beside one, so the last state is good: keep it
+        if done > saved_at:
+            _save(run, folder, done)
+        raise
+    interrupted = stop[0] if stop and done < config.steps else ""
+    if interrupted:
+        line.note(f"{line.name}: {interrupted} after step {done} of {config.steps}: saved and stopped")
+    saved = checkpoint.latest(folder) or folder
+    return Result(saved, done, interrupted, validation, time.perf_counter() - begun)
 
 
 def _due(done: int, every: int, steps: int) -> bool:
     return done == steps or (every > 0 and done % every == 0)
 
 
-def _save(run: Run, folder: Path, done: int) -> Path:
+def _save(run: Run, folder: Path, done: int) -> None:
     keep = run.config.train.keep
-    return checkpoint.save(folder, run.model, run.tokenizer, run.config.method, run.optimizer, step=done, keep=keep)
+    checkpoint.save(folder, run.model, run.tokenizer, run.config.method, run.optimizer, step=done, keep=keep)
 
 
 def take_step(run: Run, step: int) -> dict[str, Any]:
@@ -184,7 +224,8 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
         )
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    return {"loss": total, "loss_by_passes": by_passes, "grad_norm": norm, "lr": rate, "labels": labels}
+    numbers = {"loss": total, "grad_norm": norm, "lr": rate, "labels": labels}
+    return {**numbers, "loss_by_passes": by_passes} if run.method.REFINES else numbers
 
 
 def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) -> tuple[float, dict[str, float]]:

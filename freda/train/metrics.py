@@ -6,6 +6,7 @@ A line of metrics is a step (`step`, `loss`, ...) or a validation (`step`, `vali
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -23,12 +24,20 @@ class MetricsFile:
         self.path = path
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= steps_done]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            beside = path.with_name(path.name + ".tmp")
+            beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            os.replace(beside, path)
 
     def write(self, numbers: dict[str, Any]) -> None:
         """Add one line; it is on disk when this returns."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(numbers) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All lines of a run, without one that a crash cut short."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if _step_of(line) < float("inf")]
 
 
 def _step_of(line: str) -> float:
