@@ -169,8 +169,8 @@ def _table(rows: list[dict[str, Any]], count: int) -> Table:
 
 def _show_refinement(console: Console, loaded: LoadedModel, test: list[Problem]) -> None:
     """Three problems pass by pass, chosen so that something changes: solved, with a token revised on the way."""
-    console.print("\nThree problems being refined. A line is one pass over a block of four tokens, with")
-    console.print("the model's probability of each: ✓ committed, ? still open, no mark: given; ■ ends it.\n")
+    console.print("\nThree problems being refined. A line is one pass over a block of four tokens,")
+    console.print("each with its probability: ✓ committed, ? open, no mark: given; ■ ends it.\n")
     shown = 0
     for problem in test:
         watched: list[Pass] = []
