@@ -137,18 +137,12 @@ class Transformer(nn.Module):
 
         Returns the hidden states after the final norm (R, T, D) and the keys and values of x in every layer.
         """
-        rotary = self.rotary(position)
+        rotary = rotary_angles(position, self.inv_freq)
         new = []
         for index, layer in enumerate(self.layers):
             x, kept = layer(x, rotary, mask, None if past is None else past[index])
             new.append(kept)
         return self.norm(x), new
-
-    def rotary(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles, each (R, 1, T, C) in fp32."""
-        angles = position[:, None, :, None].float() * self.inv_freq  # (R, 1, T, C/2)
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits over the ids below BLANK: (..., D) to (..., blank_id)."""
@@ -170,6 +164,13 @@ class Transformer(nn.Module):
             std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
             with torch.no_grad():
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+
+def rotary_angles(position: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles at `position` (R, T), each (R, 1, T, C) in fp32."""
+    angles = position[:, None, :, None].float() * inv_freq  # (R, 1, T, C/2)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,0 +1,57 @@
+"""The Best-of-N scorer: one number for how much more likely a candidate block is in the data than in the proposal.
+
+Two channels, each RMS-normed: the backbone's hidden states of the candidate (soft) and the embeddings of its tokens
+(hard). They are fused by a projection, go through one Qwen3-style layer that sees the block only (positions 0..B−1),
+are averaged over the block and scored by a small MLP (paper, appendix C.2; M19).
+
+Shapes: N blocks (one for each candidate), B tokens per block, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from freda.config import ModelConfig
+from freda.model.transformer import Layer, RMSNorm, rotary_angles, rotary_frequencies
+
+
+class Scorer(nn.Module):
+    """Scores candidate blocks of one backbone."""
+
+    inv_freq: Tensor
+
+    def __init__(self, backbone: ModelConfig) -> None:
+        super().__init__()
+        config = replace(backbone, qk_norm=True, qkv_bias=False)
+        self.soft_norm = RMSNorm(config.dim, config.norm_eps)
+        self.hard_norm = RMSNorm(config.dim, config.norm_eps)
+        self.fuse = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.layer = Layer(config)
+        self.mlp = nn.Sequential(nn.Linear(config.dim, config.dim // 2), nn.GELU(), nn.Linear(config.dim // 2, 1))
+        self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
+
+    def forward(self, hidden: Tensor, embedding: Tensor, counted: Tensor) -> Tensor:
+        """Scores (N,) in fp32 of blocks with `hidden` and `embedding` (N, B, D); `counted` (N, B) are averaged over."""
+        fused = self.fuse(torch.cat([self.soft_norm(hidden), self.hard_norm(embedding)], dim=-1))
+        position = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        seen = counted[:, None, None, :] | torch.eye(hidden.shape[1], dtype=torch.bool, device=hidden.device)
+        out, _ = self.layer(fused, rotary_angles(position, self.inv_freq), seen, None)
+        weight = counted[..., None].to(out.dtype)
+        pooled = (out * weight).sum(1) / weight.sum(1).clamp_min(1)  # (N, D)
+        score: Tensor = self.mlp(pooled)[:, 0].float()
+        return score
+
+    def init_weights(self, seed: int) -> None:
+        """Random weights; the last layer starts at zero, so that a new scorer prefers nothing."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, weight in sorted(self.named_parameters()):
+                if name.startswith("mlp.2"):
+                    weight.zero_()
+                elif weight.dim() < 2:
+                    weight.fill_(0.0 if name.endswith("bias") else 1.0)
+                else:
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)

@@ -1,0 +1,91 @@
+"""The marginal-cost beam against brute force over all subsets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freda.methods.beam import TopTwo, marginal_cost_beam, subsets
+
+
+def top_two(seed: int, blocks: int, size: int, *, tied: bool = False) -> TopTwo:
+    """Random top-two tables; `tied` makes all positions equal, so that only the order of subsets decides."""
+    generator = torch.Generator().manual_seed(seed)
+    second = torch.rand(blocks, size, generator=generator) * 0.45
+    first = second + torch.rand(blocks, size, generator=generator) * (1 - 2 * second)
+    if tied:
+        first, second = torch.full_like(first, 0.5), torch.full_like(first, 0.25)
+    ids = torch.arange(size).expand(blocks, -1)
+    return TopTwo(ids, first, ids + 100, second)
+
+
+def brute_force(top: TopTwo, block: int, free: list[bool], width: int, swaps: int) -> list[list[int]]:
+    """Every set of at most `swaps` free positions, sorted by what it costs, ties in the order of enumeration."""
+    size = len(free)
+    places = [place for place in range(size) if free[place]]
+    found = []
+    for count in range(swaps + 1):
+        for chosen in itertools.combinations(places, count):
+            cost = sum(math.log(top.prob[block, j]) - math.log(top.second_prob[block, j]) for j in chosen)
+            found.append((cost, chosen))
+    best = sorted(found, key=lambda entry: entry[0])[:width]  # Python's sort is stable too
+    return [[j + 100 if j in chosen else j for j in range(size)] for _, chosen in best]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.integers(0, 6),
+    st.booleans(),
+    st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_beam_equals_brute_force(seed: int, size: int, width: int, swaps: int, tied: bool, free: list[bool]) -> None:
+    top = top_two(seed, 3, size, tied=tied)
+    mask = torch.tensor([free[:size], [True] * size, [False] * size])
+    swaps = min(swaps, size)
+    found = marginal_cost_beam(top, mask, width=width, swaps=torch.full((3,), swaps), most_swaps=swaps)
+    for block in range(3):
+        expected = brute_force(top, block, mask[block].tolist(), width, swaps)
+        assert found.ids[block][found.valid[block]].tolist() == expected
+
+
+def test_scores_are_the_log_probability_of_the_free_positions() -> None:
+    top = top_two(1, 1, 4)
+    free = torch.tensor([[False, True, True, True]])
+    found = marginal_cost_beam(top, free, width=4, swaps=torch.tensor([2]), most_swaps=2)
+    for row, alpha, score in zip(found.ids[0], found.alpha[0], found.log_prob[0], strict=True):
+        chosen = torch.where(row >= 100, top.second_prob[0], top.prob[0])
+        torch.testing.assert_close(alpha, chosen)
+        torch.testing.assert_close(score, chosen[1:].log().sum())
+
+
+def test_every_block_has_its_own_number_of_swaps() -> None:
+    top = top_two(2, 3, 4)
+    found = marginal_cost_beam(top, torch.ones(3, 4).bool(), width=16, swaps=torch.tensor([0, 1, 4]), most_swaps=4)
+    assert found.valid.sum(-1).tolist() == [1, 5, 16]
+
+
+def test_a_second_token_of_probability_zero_is_no_candidate() -> None:
+    top = top_two(3, 1, 2)._replace(prob=torch.tensor([[1.0, 0.6]]), second_prob=torch.tensor([[0.0, 0.2]]))
+    found = marginal_cost_beam(top, torch.ones(1, 2).bool(), width=4, swaps=torch.tensor([2]), most_swaps=2)
+    assert found.ids[found.valid].tolist() == [[0, 1], [0, 101]]
+
+
+def test_the_order_of_subsets_is_fixed() -> None:
+    assert subsets(3, 2) == ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
+    assert len(subsets(4, 9)) == 16
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_width_of_one_is_the_draft_itself(width: int) -> None:
+    found = marginal_cost_beam(
+        top_two(4, 5, 4), torch.ones(5, 4).bool(), width=width, swaps=torch.full((5,), 2), most_swaps=2
+    )
+    assert found.ids.shape == (5, width, 4)
