@@ -115,7 +115,8 @@ def generate(
     model: Annotated[Path, typer.Argument(help="A model folder, or a run folder (its newest checkpoint).")],
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
     method: Annotated[
-        str | None, typer.Option(help="self-refine, block-diffusion or autoregressive; the model's own by default.")
+        str | None,
+        typer.Option(help="best-of-n, self-refine, block-diffusion or autoregressive; the model's own by default."),
     ] = None,
     passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
     threshold: Annotated[
@@ -125,6 +126,10 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = DECODING.temperature,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = DECODING.top_p,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = DECODING.seed,
+    width: Annotated[int, typer.Option(help="best-of-n: most candidates per pass, N.")] = DECODING.width,
+    tau: Annotated[float, typer.Option(help="best-of-n: weight of the scorer.")] = DECODING.tau,
+    swaps: Annotated[int, typer.Option(help="best-of-n: most positions a candidate changes, R.")] = DECODING.swaps,
+    select: Annotated[str, typer.Option(help="best-of-n: argmax, or gumbel to choose by chance.")] = DECODING.select,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Show every pass of every block.")] = False,
     pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.15,
@@ -141,6 +146,10 @@ def generate(
         "temperature": temperature,
         "top_p": top_p,
         "seed": seed,
+        "width": width,
+        "tau": tau,
+        "swaps": swaps,
+        "select": select,
     }
     text = sys.stdin.read() if prompt == "-" else prompt
     place = {"device": device, "dtype": dtype}

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from freda.errors import FredaError
 
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-MethodName = Literal["autoregressive", "block-diffusion", "self-refine"]
+MethodName = Literal["autoregressive", "block-diffusion", "self-refine", "best-of-n"]
 
 
 def knob(default: Any, help: str) -> Any:
@@ -116,7 +116,7 @@ class DataConfig:
 class MethodConfig:
     """`[method]`: what is trained. Everything decoding must repeat is stored in the model folder."""
 
-    name: MethodName = knob("self-refine", "autoregressive, block-diffusion or self-refine")
+    name: MethodName = knob("self-refine", "autoregressive, block-diffusion, self-refine or best-of-n")
     block_size: int = knob(4, "tokens per block, B")
     passes: int = knob(3, "self-refine: most passes in training, K; a step runs t ~ Unif{1..K}")
     feedback: Literal["soft", "hard"] = knob("soft", "self-refine: what the next pass sees of a prediction")
@@ -125,12 +125,15 @@ class MethodConfig:
     replacement: Literal["iid", "prefix"] = knob("iid", "self-refine: which blanks show the truth in the first draft")
     replacement_start: float = knob(0.3, "self-refine: share of blanks that show the truth at the start")
     replacement_end: float = knob(0.1, "self-refine: the same share from half of the run on")
+    negatives: Literal["sampled", "beam"] = knob("sampled", "best-of-n: what the scorer learns to tell from the truth")
+    num_negatives: int = knob(4, "best-of-n: negatives per block")
     noise_min: float = knob(1e-3, "block-diffusion: least noise level t of a block")
     noise_max: float = knob(1.0, "block-diffusion: greatest noise level t of a block")
 
     def __post_init__(self) -> None:
         require(self.block_size >= 1, f"method.block_size is {self.block_size}; use 1 or more")
         require(self.passes >= 1, f"method.passes is {self.passes}; use 1 or more")
+        require(self.num_negatives >= 1, f"method.num_negatives is {self.num_negatives}; use 1 or more")
         for name in ("replacement_start", "replacement_end"):
             require(0 <= getattr(self, name) <= 1, f"method.{name} is {getattr(self, name)}; use 0 to 1")
         require(
@@ -189,8 +192,16 @@ class DecodeConfig:
     temperature: float = knob(0.0, "0 takes the most probable token")
     top_p: float = knob(1.0, "sample from the smallest set of tokens with this probability")
     seed: int = knob(0, "seed of the sampling")
+    width: int = knob(4, "best-of-n: most candidates per pass, N")
+    tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
+    swaps: int = knob(2, "best-of-n: most positions a candidate changes, R")
+    select: Literal["argmax", "gumbel"] = knob("argmax", "best-of-n: take the best candidate, or choose by chance")
 
     def __post_init__(self) -> None:
+        require(self.width >= 1, f"width is {self.width}; use 1 or more")
+        require(self.tau >= 0, f"tau is {self.tau}; use 0 or more")
+        require(self.swaps >= 0, f"swaps is {self.swaps}; use 0 or more")
+        require(self.select in ("argmax", "gumbel"), f"select is {self.select!r}; use argmax or gumbel")
         require(1 <= self.max_new_tokens <= 2**20, f"max_new_tokens is {self.max_new_tokens}; use 1 to {2**20}")
         require(self.passes >= 1, f"passes is {self.passes}; use 1 or more")
         require(self.threshold > 0, f"threshold is {self.threshold}; use a probability above 0, or above 1 for never")

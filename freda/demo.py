@@ -53,7 +53,7 @@ class Plan:
 def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
     """The sizes of the demo; `quick` only tries the way."""
     base = TrainConfig(
-        steps=1000,
+        steps=700,
         batch_rows=8,
         group_rows=8,
         lr=3e-3,
@@ -70,7 +70,7 @@ def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
         data=DataConfig(path=str(out / "data"), seq_len=192),
         model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, head_dim=32, ffn_dim=384),
         base=base,
-        tuned=replace(base, steps=400, group_rows=4, lr=3e-3, warmup_steps=10, init=str(out / "autoregressive")),
+        tuned=replace(base, steps=600, group_rows=4, lr=3e-3, warmup_steps=10, init=str(out / "autoregressive")),
         test_problems=500,
     )
     if not quick:

@@ -11,6 +11,8 @@ from freda.model.transformer import Transformer
 
 VOCAB, BLANK, EOS = 29, 28, 27
 
+torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much on a busy machine
+
 
 def tiny_model(seed: int = 0, **shape: object) -> Transformer:
     """Two layers, grouped heads, weights large enough that every input changes the output."""

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freda.methods.beam import TopTwo, marginal_cost_beam, subsets
+from freda.methods.beam import marginal_cost_beam, subsets
+from freda.methods.draft import Prediction
 
 
-def top_two(seed: int, blocks: int, size: int, *, tied: bool = False) -> TopTwo:
+def top_two(seed: int, blocks: int, size: int, *, tied: bool = False) -> Prediction:
     """Random top-two tables; `tied` makes all positions equal, so that only the order of subsets decides."""
     generator = torch.Generator().manual_seed(seed)
     second = torch.rand(blocks, size, generator=generator) * 0.45
@@ -21,10 +22,10 @@ def top_two(seed: int, blocks: int, size: int, *, tied: bool = False) -> TopTwo:
     if tied:
         first, second = torch.full_like(first, 0.5), torch.full_like(first, 0.25)
     ids = torch.arange(size).expand(blocks, -1)
-    return TopTwo(ids, first, ids + 100, second)
+    return Prediction(ids, first, ids + 100, second)
 
 
-def brute_force(top: TopTwo, block: int, free: list[bool], width: int, swaps: int) -> list[list[int]]:
+def brute_force(top: Prediction, block: int, free: list[bool], width: int, swaps: int) -> list[list[int]]:
     """Every set of at most `swaps` free positions, sorted by what it costs, ties in the order of enumeration."""
     size = len(free)
     places = [place for place in range(size) if free[place]]

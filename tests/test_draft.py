@@ -17,7 +17,8 @@ def rules(passes: int = 4, threshold: float = 0.9, count: int = 1) -> Rules:
 
 
 def prediction(ids: list[int], prob: list[float]) -> Prediction:
-    return Prediction(torch.tensor([ids]), torch.tensor([prob]))
+    tokens, shares = torch.tensor([ids]), torch.tensor([prob])
+    return Prediction(tokens, shares, tokens, torch.zeros_like(shares))
 
 
 def blank(given: list[int] | None = None) -> Draft:
@@ -94,7 +95,7 @@ def test_block_diffusion_static_schedule_with_a_given_head() -> None:
 
 def test_autoregressive_closes_after_one_pass() -> None:
     draft = start(torch.tensor([[0]]), torch.tensor([[False]]), BLANK)
-    draft = autoregressive.update(draft, Prediction(torch.tensor([[5]]), torch.tensor([[0.01]])), rules())
+    draft = autoregressive.update(draft, prediction([5], [0.01]), rules())
     assert draft.closed.item() and draft.ids.item() == 5
 
 
@@ -118,6 +119,15 @@ def test_greedy_choice_and_its_probability() -> None:
     chosen = predict(logits)
     assert torch.equal(chosen.ids, logits.argmax(-1))
     torch.testing.assert_close(chosen.prob, logits.softmax(-1).amax(-1))
+
+
+def test_the_runner_up_is_the_best_other_token() -> None:
+    logits = torch.randn(2, 4, 11)
+    chosen = predict(logits, runner_up=True)
+    best = logits.softmax(-1).topk(2, dim=-1)
+    assert torch.equal(torch.stack([chosen.ids, chosen.second_ids], dim=-1), best.indices)
+    torch.testing.assert_close(torch.stack([chosen.prob, chosen.second_prob], dim=-1), best.values)
+    assert not predict(logits).second_prob.any(), "none unless it is asked for"
 
 
 def sampling(temperature: float, top_p: float = 1.0, seed: int = 0, count: int = 1) -> Sampling:

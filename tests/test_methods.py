@@ -176,7 +176,7 @@ def test_padding_changes_nothing(model: Transformer, settings: MethodConfig, nam
     )
     one, two = (method.loss(model, b, settings, at(b, passes=2)) for b in (short, padded))
     torch.testing.assert_close(one, two)
-    assert method.labels(padded).sum() == method.labels(short).sum()
+    assert method.labels(padded, settings).sum() == method.labels(short, settings).sum()
 
 
 def test_future_text_is_invisible(model: Transformer) -> None:
@@ -192,7 +192,7 @@ def test_future_text_is_invisible(model: Transformer) -> None:
 
 def test_autoregressive_loss_skips_fill_and_document_starts(model: Transformer) -> None:
     batch = packed_batch([[8, 4]])
-    assert autoregressive.labels(batch)[0].int().tolist() == [0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0]
+    assert autoregressive.labels(batch, MethodConfig())[0].int().tolist() == [0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0]
     with torch.no_grad():
         logits = autoregressive.next_token_logits(model, batch).log_softmax(-1)[0]
     expected = -sum(logits[place - 1, batch.tokens[0, place]] for place in (1, 2, 3, 4, 5, 6, 9, 10))
@@ -201,7 +201,7 @@ def test_autoregressive_loss_skips_fill_and_document_starts(model: Transformer) 
 
 def test_block_methods_learn_to_fill_the_last_block() -> None:
     batch = packed_batch([[8, 4]])
-    assert self_refine.labels(batch).all() and block_diffusion.labels(batch).all()
+    assert self_refine.labels(batch, MethodConfig()).all() and block_diffusion.labels(batch, MethodConfig()).all()
 
 
 def test_block_diffusion_loss_is_the_weighted_sum(model: Transformer, batch: Batch, settings: MethodConfig) -> None:

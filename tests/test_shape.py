@@ -24,7 +24,7 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
-MOST_LINES, MOST_FUNCTION_LINES, MOST_POSITIONAL = 420, 60, 6
+MOST_LINES, MOST_FUNCTION_LINES, MOST_POSITIONAL = 450, 60, 6
 
 
 def layer_of(part: str) -> int:

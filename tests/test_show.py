@@ -8,7 +8,7 @@ import pytest
 
 from freda.data.tokenizer import Tokenizer, train_tokenizer
 from freda.decode.generate import Pass
-from freda.decode.show import LiveDrafts, colour, pass_line
+from freda.decode.show import LiveDrafts, candidate_lines, colour, pass_line
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,19 @@ def passes(tokenizer: Tokenizer) -> list[Pass]:
     ids = tokenizer.encode("Mia has 1")
     blank = tokenizer.blank_id
     given = [True, False, False, False]
-    first = Pass(0, 0, 1, [*ids[:2], blank, blank], [1.0, 0.95, 0.2, 0.1], given, [True, True, False, False], False)
+    first = Pass(
+        0,
+        0,
+        1,
+        [*ids[:2], blank, blank],
+        [1.0, 0.95, 0.2, 0.1],
+        given,
+        [True, True, False, False],
+        False,
+        [ids],
+        [0.0],
+        0,
+    )
     return [first, first._replace(number=2, ids=[*ids[:3], tokenizer.eos_id], committed=[True] * 4, closed=True)]
 
 
@@ -29,6 +41,14 @@ def test_a_line_marks_what_is_committed(tokenizer: Tokenizer) -> None:
     assert line.startswith("block 0   pass 1")
     assert "✓0.95" in line and "?0.20" in line and "░" in line
     assert "1.00" not in line, "given tokens have no confidence to show"
+
+
+def test_candidates_show_their_scores_and_the_winner(tokenizer: Tokenizer) -> None:
+    step = passes(tokenizer)[1]
+    assert candidate_lines(step, tokenizer) == [], "one candidate is no choice"
+    rivals = step._replace(candidates=[step.ids, step.ids[::-1]], scores=[-0.5, 1.25], winner=1)
+    first, second = (line.plain for line in candidate_lines(rivals, tokenizer))
+    assert "-0.500" in first and "→" not in first and "1.250" in second and "→" in second
 
 
 def test_colour_follows_confidence() -> None:

@@ -95,7 +95,7 @@ def test_gradient_does_not_depend_on_the_grouping(shards: Path) -> None:
     for size in (4, 2):
         run = loop.setup(replace(config(shards, group_rows=size), method=MethodConfig(passes=1)))
         batches = [run.rows.batch(first, size) for first in range(0, 4, size)]
-        labels = sum(int(run.method.labels(batch).sum()) for batch in batches)
+        labels = sum(int(run.method.labels(batch, run.config.method).sum()) for batch in batches)
         loss, _ = loop.accumulate_gradient(run, batches, 0, labels)
         gradients.append((loss, torch.cat([w.grad.flatten() for w in run.model.parameters() if w.grad is not None])))
     assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-5)

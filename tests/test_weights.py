@@ -507,13 +507,13 @@ def test_a_write_error_keeps_the_older_folder(
 
 
 def test_an_existing_folder_is_replaced_only_when_asked(model_folder: Path, tokenizer: Tokenizer) -> None:
-    (model_folder / "scorer.safetensors").write_bytes(b"")
+    (model_folder / "leftover.bin").write_bytes(b"")
     with pytest.raises(FredaError, match="model exists already"):
         save_model(model_folder, own_model(tokenizer), tokenizer, METHOD, stage="II")
     assert load_model(model_folder).stage == "I"
     save_model(model_folder, own_model(tokenizer), tokenizer, METHOD, stage="II", replace=True)
     assert load_model(model_folder).stage == "II"
-    assert not (model_folder / "scorer.safetensors").exists()
+    assert not (model_folder / "leftover.bin").exists()
     assert [path.name for path in model_folder.parent.iterdir()] == ["model"]
 
 

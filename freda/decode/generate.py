@@ -23,7 +23,19 @@ import torch
 from torch import Tensor
 
 from freda.config import DecodeConfig, MethodConfig, require
-from freda.methods.draft import Draft, Rules, Sampling, merge, predict, soft_embedding, start
+from freda.methods.beam import choose, propose
+from freda.methods.draft import (
+    Candidates,
+    Draft,
+    Rules,
+    Sampling,
+    Search,
+    alone,
+    merge,
+    predict,
+    soft_embedding,
+    start,
+)
 from freda.methods.method import Method, block_size
 from freda.model.attention import make_mask
 from freda.model.cache import Cache
@@ -64,6 +76,9 @@ class Pass(NamedTuple):
     given: list[bool]
     committed: list[bool]
     closed: bool
+    candidates: list[list[int]]  # the drafts that this pass has seen
+    scores: list[float]  # of the candidates: ℓ + τ·s, without the noise
+    winner: int
 
 
 Watch = Callable[[Pass], None]
@@ -108,7 +123,7 @@ def generate(
 ) -> list[Output]:
     """Continue every request. `fused=False` commits in forwards of their own and `cached=False` keeps no cache: the
     plain twins, with equal tokens."""
-    _check(model, method, requests)
+    _check(model, method, config, requests)
     begun = time.perf_counter()
     outputs: dict[int, Output] = {}
     loop = _Loop(model, method, config, requests, stop_ids, cached=cached)
@@ -158,6 +173,14 @@ class _Loop:
             self._tensor([r.top_p for r in requests], torch.float32),
             self._tensor([r.seed for r in requests], torch.int64),
         )
+        self.search = Search(
+            self._tensor([r.width for r in requests], torch.int64),
+            self._tensor([r.swaps for r in requests], torch.int64),
+            self._tensor([r.tau for r in requests], torch.float32),
+            self._tensor([r.select == "gumbel" for r in requests], torch.bool),
+            self._tensor([r.seed for r in requests], torch.int64),
+        )
+        self.most_swaps = max((r.swaps for r in requests), default=0)
         self.draft = self._fresh()
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
@@ -181,13 +204,39 @@ class _Loop:
 
     def draft_pass(self) -> list[int]:
         """One forward that commits what is pending and predicts; returns the rows whose block has closed."""
+        self.candidates = self._propose()
         hidden = self._forward(with_draft=self.method.DRAFTS)
         for text in self.texts:
             text.nfe += 1
+        hidden = self._best(hidden)
         sampling = self.sampling if any(text.request.temperature > 0 for text in self.texts) else None
-        prediction = predict(self.model.logits(hidden), sampling, self._draft_position())
+        position = self._draft_position()
+        prediction = predict(self.model.logits(hidden), sampling, position, runner_up=self.method.SCORES)
         self.draft = self.method.update(self.draft, prediction, self.rules)
         return [row for row, closed in enumerate(self.draft.closed.tolist()) if closed]
+
+    def _propose(self) -> Candidates:
+        """What the forward sees of every draft: the draft itself, or several candidates side by side."""
+        if not self.method.SCORES:
+            return alone(*self.method.rows(self.draft, self.config))
+        width = max(text.request.width for text in self.texts)
+        return propose(self.draft, self.search, width=width, swaps=self.most_swaps)
+
+    def _best(self, hidden: Tensor) -> Tensor:
+        """The hidden states (R, B, D) of the candidate that goes on, out of those of all, (R, C·B, D)."""
+        rows, count = self.candidates.valid.shape
+        self.scores = self.candidates.log_prob
+        self.winner = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        if self.model.scorer is None or not self.method.SCORES:
+            return hidden
+        hidden = hidden.view(rows, count, self.size, -1)
+        embedding = self.model.embed_tokens(self.candidates.ids)
+        counted = torch.ones_like(self.candidates.ids, dtype=torch.bool).flatten(0, 1)
+        score = self.model.scorer(hidden.flatten(0, 1), embedding.flatten(0, 1), counted).view(rows, count)
+        place = torch.stack([self._draft_position()[:, 0], self.draft.passes], dim=-1)
+        self.scores = self.candidates.log_prob + self.search.tau[:, None] * score
+        self.winner = choose(self.candidates, score, self.search, place)
+        return hidden[torch.arange(rows, device=self.device), self.winner]
 
     def _draft_position(self) -> Tensor:
         begin = self._tensor([len(text.clean) for text in self.texts], torch.int64)
@@ -206,17 +255,19 @@ class _Loop:
         x = self.model.embed_tokens(ids)
         tokens = clean_tokens(torch.where(real, 0, -1), position, self.size)
         if with_draft:
-            where = self._draft_position()
+            count = self.candidates.valid.shape[1]
+            where = self._draft_position().repeat(1, count)  # (R, C·B)
+            candidate = torch.arange(count, device=self.device).repeat_interleave(self.size).expand_as(where)
             position = torch.cat([position, where], dim=1)
             x = torch.cat([x, self._draft_embedding()], dim=1)
-            tokens = concat(tokens, draft_tokens(torch.zeros_like(where), where, self.size))
+            tokens = concat(tokens, draft_tokens(torch.zeros_like(where), where, self.size, candidate))
         hidden = self._run(x, position, tokens, real)
         if self.method.DRAFTS:
             return hidden[:, width:]
         return hidden[torch.arange(len(pending), device=self.device), counts - 1][:, None]
 
     def _draft_embedding(self) -> Tensor:
-        ids, alpha = self.method.rows(self.draft, self.config)
+        ids, alpha = self.candidates.ids.flatten(1), self.candidates.alpha.flatten(1)  # (R, C·B)
         return soft_embedding(self.model, ids, alpha, rescale=self.config.rescale)
 
     def _run(self, x: Tensor, position: Tensor, tokens: Tokens, real: Tensor) -> Tensor:
@@ -234,10 +285,15 @@ class _Loop:
 
     def show(self, watch: Watch) -> None:
         """Hand the state after a pass to the watcher."""
-        ids, prob, given, committed, passes, closed = (part.tolist() for part in self.draft)
+        draft = [part.tolist() for part in self.draft]
+        ids, prob, _, _, given, committed, passes, closed = draft
+        candidates, scores = self.candidates.ids.tolist(), self.scores.tolist()
+        valid, winner = self.candidates.valid.sum(-1).tolist(), self.winner.tolist()
         for row, text in enumerate(self.texts):
-            block = len(text.clean) // self.size
-            watch(Pass(text.index, block, passes[row], ids[row], prob[row], given[row], committed[row], closed[row]))
+            block, count = len(text.clean) // self.size, valid[row]
+            state = (ids[row], prob[row], given[row], committed[row], closed[row])
+            seen = (candidates[row][:count], scores[row][:count], winner[row])
+            watch(Pass(text.index, block, passes[row], *state, *seen))
 
     def next_blocks(self, finished: set[int]) -> None:
         """Start the next block where one has closed, and let finished texts leave the batch."""
@@ -250,14 +306,22 @@ class _Loop:
         self.draft = Draft(*(part[rows] for part in self.draft))
         self.rules = self.rules._replace(passes=self.rules.passes[rows], threshold=self.rules.threshold[rows])
         self.sampling = Sampling(*(part[rows] for part in self.sampling))
+        self.search = Search(*(part[rows] for part in self.search))
         if self.cache is not None:
             self.cache.keep(rows)
 
 
-def _check(model: Transformer, method: Method, requests: Sequence[Request]) -> None:
+def _check(model: Transformer, method: Method, config: MethodConfig, requests: Sequence[Request]) -> None:
+    require(
+        not method.SCORES or model.scorer is not None, "the model has no scorer; train one with method.name=best-of-n"
+    )
     for request in requests:
         require(
             all(0 <= token < model.blank_id for token in request.prompt),
             f"a prompt holds a token id that is BLANK or beyond the vocabulary; use ids 0 to {model.blank_id - 1}",
         )
         require(method.DRAFTS or bool(request.prompt), "the prompt is empty; autoregressive decoding needs one token")
+        require(
+            not method.SCORES or request.swaps <= config.block_size,
+            f"swaps is {request.swaps}, more than a block has positions; use 0 to {config.block_size}",
+        )

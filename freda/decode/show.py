@@ -43,6 +43,16 @@ def pass_line(step: Pass, tokenizer: Tokenizer) -> Text:
     return line
 
 
+def candidate_lines(step: Pass, tokenizer: Tokenizer) -> list[Text]:
+    """The candidates a pass has chosen from, with ℓ + τ·s, the winner marked; none where there was no choice."""
+    lines = []
+    for number, (ids, score) in enumerate(zip(step.candidates, step.scores, strict=True)):
+        mark, style = ("→", "bold") if number == step.winner else (" ", "dim")
+        text = "".join(piece.replace(" ", "·") for piece in tokenizer.pieces(ids))
+        lines.append(Text(f"    {mark} {text:<{4 * CELL}} {score:8.3f}", style=style))
+    return lines if len(lines) > 1 else []
+
+
 class LiveDrafts:
     """Draws the passes of one request as they happen; give it to `generate` as `watch`."""
 
@@ -69,7 +79,8 @@ class LiveDrafts:
             self.live.update(self._picture(step), refresh=True)
             time.sleep(self.pause)
         else:
-            self.console.print(pass_line(step, self.tokenizer), soft_wrap=True)
+            for line in (*candidate_lines(step, self.tokenizer), pass_line(step, self.tokenizer)):
+                self.console.print(line, soft_wrap=True)
         if step.closed:
             self.ids += [token for token, given in zip(step.ids, step.given, strict=True) if not given]
 
@@ -83,5 +94,7 @@ class LiveDrafts:
                 picture.append(piece, style=colour(prob) + (" underline" if committed else ""))
         sure = sum(step.committed)
         picture.append(f"\n\nblock {step.block}, pass {step.number}: {sure} of {len(step.ids)} committed", style="dim")
+        for line in candidate_lines(step, self.tokenizer):
+            picture.append("\n").append_text(line)
         lines = picture.wrap(self.console, self.console.width)
         return Text("\n").join(lines[-(self.console.height - 1) :])  # the end of a long text, where things happen

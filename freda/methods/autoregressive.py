@@ -20,9 +20,10 @@ from freda.model.transformer import Transformer
 
 DRAFTS = False
 REFINES = False
+SCORES = False
 
 
-def labels(batch: Batch) -> Tensor:
+def labels(batch: Batch, config: MethodConfig) -> Tensor:
     """Every token that follows another of its document; the EOS fill of the last block is skipped (M1)."""
     follows = torch.zeros_like(batch.fill)
     follows[:, 1:] = batch.document[:, 1:] == batch.document[:, :-1]
@@ -31,14 +32,14 @@ def labels(batch: Batch) -> Tensor:
 
 def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
     """Cross-entropy of each token given those before it."""
-    return _token_losses(batch, next_token_logits(model, batch)).sum()
+    return _token_losses(batch, next_token_logits(model, batch), config).sum()
 
 
 def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:
     """Loss and share of tokens that are the most probable ones."""
     logits = next_token_logits(model, batch)
-    hit = (logits.argmax(-1)[:, :-1] == batch.tokens[:, 1:]) & labels(batch)[:, 1:]
-    return {"loss": _token_losses(batch, logits).sum(), "accuracy": hit.sum()}
+    hit = (logits.argmax(-1)[:, :-1] == batch.tokens[:, 1:]) & labels(batch, config)[:, 1:]
+    return {"loss": _token_losses(batch, logits, config).sum(), "accuracy": hit.sum()}
 
 
 def next_token_logits(model: Transformer, batch: Batch) -> Tensor:
@@ -48,9 +49,9 @@ def next_token_logits(model: Transformer, batch: Batch) -> Tensor:
     return model.logits(hidden)
 
 
-def _token_losses(batch: Batch, logits: Tensor) -> Tensor:
+def _token_losses(batch: Batch, logits: Tensor, config: MethodConfig) -> Tensor:
     losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch.tokens[:, 1:].flatten(), reduction="none")
-    return losses * labels(batch)[:, 1:].flatten()
+    return losses * labels(batch, config)[:, 1:].flatten()
 
 
 def rows(draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:
@@ -60,4 +61,4 @@ def rows(draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:
 
 def update(draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
     """The predicted token is final."""
-    return advance(draft, prediction.ids, prediction.prob, torch.ones_like(draft.committed), rules)
+    return advance(draft, prediction, torch.ones_like(draft.committed), rules)

@@ -1,4 +1,4 @@
-"""Candidates for a block: the cheapest changes to its best draft (algorithm 4), or samples from its distribution.
+"""Candidates for a block, the cheapest changes to its best draft (algorithm 4), and the choice among them (M10).
 
 Pure functions over N blocks at once. A candidate is embedded with α = the proposal's probability of its tokens, like
 any draft; `log_prob` is its proposal score ℓ over the positions that are free.
@@ -10,28 +10,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-
-class Candidates(NamedTuple):
-    """C drafts of each block; invalid ones take part in nothing."""
-
-    ids: Tensor  # (N, C, B) int64
-    alpha: Tensor  # (N, C, B) fp32: proposal probability of each token
-    log_prob: Tensor  # (N, C) fp32: ℓ, sum of log-probabilities over the free positions
-    valid: Tensor  # (N, C) bool
-
-
-class TopTwo(NamedTuple):
-    """The two most probable tokens of every position and their probabilities, each (N, B)."""
-
-    ids: Tensor
-    prob: Tensor
-    second_ids: Tensor
-    second_prob: Tensor
+from freda.methods.draft import Candidates, Draft, Prediction, Search
+from freda.methods.noise import Purpose, gumbel
 
 
 @functools.cache
@@ -41,7 +26,29 @@ def subsets(block_size: int, most: int) -> tuple[tuple[int, ...], ...]:
     return tuple(itertools.chain.from_iterable(itertools.combinations(range(block_size), size) for size in sizes))
 
 
-def marginal_cost_beam(top: TopTwo, free: Tensor, *, width: int, swaps: Tensor, most_swaps: int) -> Candidates:
+def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidates:
+    """The candidates of the next pass: a blank draft has one, itself. `width` and `swaps` bound those of `search`."""
+    top = Prediction(draft.ids, draft.prob, draft.second_ids, draft.second_prob)
+    found = marginal_cost_beam(top, ~draft.given, width=width, swaps=search.swaps, most_swaps=swaps)
+    rank = torch.arange(found.valid.shape[1], device=draft.ids.device)
+    most = torch.where(draft.passes == 0, 1, search.width)
+    return found._replace(valid=found.valid & (rank < most[:, None]))
+
+
+def choose(candidates: Candidates, scores: Tensor, search: Search, place: Tensor) -> Tensor:
+    """The winner (N,): argmax of ℓ + τ·s, plus Gumbel noise where the choice is by chance.
+
+    `place` (N, P) names the choice, for instance (position, pass): noise belongs to it and to the request's seed.
+    """
+    value = candidates.log_prob + search.tau[:, None] * scores
+    rank = torch.arange(value.shape[1], device=value.device)
+    counters = [part[:, None] for part in (search.seed, *place.unbind(-1))]
+    noise = gumbel(Purpose.SELECTION, *counters, rank)
+    value = torch.where(search.gumbel[:, None], value + noise, value)
+    return value.masked_fill(~candidates.valid, float("-inf")).argmax(-1)
+
+
+def marginal_cost_beam(top: Prediction, free: Tensor, *, width: int, swaps: Tensor, most_swaps: int) -> Candidates:
     """Algorithm 4: switch a set of at most `swaps` (N,) free positions to their second token; the `width` cheapest.
 
     The cost of a set is the log-probability it loses. Equal costs keep the order of `subsets`, so the unchanged draft
@@ -57,11 +64,13 @@ def marginal_cost_beam(top: TopTwo, free: Tensor, *, width: int, swaps: Tensor, 
     cost = torch.where(switched, loss[:, None], 0.0).sum(-1)  # (N, S)
     cost = torch.where(switched.sum(-1) <= swaps[:, None], cost, torch.inf)
     kept, order = cost.sort(dim=-1, stable=True)
-    kept, order = kept[:, :width], order[:, :width]
+    missing = max(0, width - len(chosen))  # fewer subsets than asked for: the rest repeats the first, and is not valid
+    kept = F.pad(kept[:, :width], (0, missing), value=torch.inf)
+    order = F.pad(order[:, :width], (0, missing), value=0)
     return _switch(top, free, switched[order], kept.isfinite())
 
 
-def _switch(top: TopTwo, free: Tensor, switched: Tensor, valid: Tensor) -> Candidates:
+def _switch(top: Prediction, free: Tensor, switched: Tensor, valid: Tensor) -> Candidates:
     """The candidates that `switched` (N, C, B) describes."""
     ids = torch.where(switched, top.second_ids[:, None], top.ids[:, None])
     alpha = torch.where(switched, top.second_prob[:, None], top.prob[:, None])

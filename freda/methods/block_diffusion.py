@@ -20,9 +20,10 @@ from freda.model.transformer import Transformer
 
 DRAFTS = True
 REFINES = False
+SCORES = False
 
 
-def labels(batch: Batch) -> Tensor:
+def labels(batch: Batch, config: MethodConfig) -> Tensor:
     """Every token, the EOS fill too: the model learns to close a block."""
     return batch.document >= 0
 
@@ -67,10 +68,6 @@ def update(draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
     quota = (masked.sum(-1) + passes_left - 1) // passes_left
     rank = confidence.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     reveal = masked & ((confidence >= rules.threshold[:, None]) | (rank < quota[:, None]))
-    return advance(
-        draft,
-        torch.where(reveal, prediction.ids, draft.ids),
-        torch.where(reveal, prediction.prob, draft.prob),
-        draft.committed | reveal,
-        rules,
-    )
+    ids, prob = torch.where(reveal, prediction.ids, draft.ids), torch.where(reveal, prediction.prob, draft.prob)
+    shown = prediction._replace(ids=ids, prob=prob)
+    return advance(draft, shown, draft.committed | reveal, rules)

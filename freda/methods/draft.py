@@ -27,6 +27,8 @@ class Draft(NamedTuple):
 
     ids: Tensor  # (N, B) int64: the current token of each position, BLANK where there is none
     prob: Tensor  # (N, B) fp32: the model's probability of that token; 0 for BLANK, 1 for what was given
+    second_ids: Tensor  # (N, B) int64: the runner-up of each position, where the method looks at it
+    second_prob: Tensor  # (N, B) fp32: its probability; 0 where there is none
     given: Tensor  # (N, B) bool: prompt tokens inside the block, never changed
     committed: Tensor  # (N, B) bool: positions the method is sure of after the last pass
     passes: Tensor  # (N,) int64: passes done
@@ -49,11 +51,32 @@ class Sampling(NamedTuple):
     seed: Tensor  # (N,) int64
 
 
+class Search(NamedTuple):
+    """How Best-of-N looks for a better draft; one entry per block. Other methods do not look at it."""
+
+    width: Tensor  # (N,) int64: N, most candidates
+    swaps: Tensor  # (N,) int64: R, most positions a candidate changes
+    tau: Tensor  # (N,) fp32: τ, weight of the scorer
+    gumbel: Tensor  # (N,) bool: choose by chance, with Gumbel noise, instead of the best
+    seed: Tensor  # (N,) int64
+
+
 class Prediction(NamedTuple):
-    """What one pass says: a token for every position and its raw probability."""
+    """What one pass says: a token for every position with its raw probability, and the runner-up where asked for."""
 
     ids: Tensor  # (N, B) int64
     prob: Tensor  # (N, B) fp32
+    second_ids: Tensor  # (N, B) int64
+    second_prob: Tensor  # (N, B) fp32: 0 where there is none
+
+
+class Candidates(NamedTuple):
+    """C drafts of each block, seen by one forward; invalid ones take part in nothing."""
+
+    ids: Tensor  # (N, C, B) int64
+    alpha: Tensor  # (N, C, B) fp32: weight against BLANK, the proposal's probability of each token
+    log_prob: Tensor  # (N, C) fp32: ℓ, sum of log-probabilities over the free positions
+    valid: Tensor  # (N, C) bool
 
 
 def start(ids: Tensor, given: Tensor, blank_id: int) -> Draft:
@@ -61,6 +84,8 @@ def start(ids: Tensor, given: Tensor, blank_id: int) -> Draft:
     return Draft(
         ids=torch.where(given, ids, blank_id),
         prob=given.float(),
+        second_ids=torch.where(given, ids, blank_id),
+        second_prob=torch.zeros_like(given, dtype=torch.float32),
         given=given,
         committed=given,
         passes=torch.zeros_like(ids[:, 0]),
@@ -73,14 +98,20 @@ def merge(keep: Tensor, old: Draft, new: Draft) -> Draft:
     return Draft(*(torch.where(keep if a.dim() == 1 else keep[:, None], a, b) for a, b in zip(old, new, strict=True)))
 
 
-def advance(old: Draft, ids: Tensor, prob: Tensor, committed: Tensor, rules: Rules) -> Draft:
+def advance(old: Draft, new: Prediction, committed: Tensor, rules: Rules) -> Draft:
     """The state after a pass (M11): a block closes when all of it is committed, when a stop token lies in the
     committed run at its left, or when its passes are used up. Closed blocks stay as they are."""
     run = leftmost_run(committed)
-    stopped = (run & torch.isin(ids, rules.stop_ids) & ~old.given).any(-1)
+    stopped = (run & torch.isin(new.ids, rules.stop_ids) & ~old.given).any(-1)
     passes = old.passes + 1
     closed = committed.all(-1) | stopped | (passes >= rules.passes)
-    return merge(old.closed, old, Draft(ids, prob, old.given, committed, passes, closed))
+    return merge(old.closed, old, Draft(*new, old.given, committed, passes, closed))
+
+
+def alone(ids: Tensor, alpha: Tensor) -> Candidates:
+    """A draft (N, B) as its only candidate."""
+    ones = torch.ones_like(ids[:, :1], dtype=torch.bool)
+    return Candidates(ids[:, None], alpha[:, None], torch.zeros_like(alpha[:, :1]), ones)
 
 
 def leftmost_run(confident: Tensor) -> Tensor:
@@ -103,15 +134,24 @@ def soft_embedding(model: Transformer, ids: Tensor, alpha: Tensor, *, rescale: b
     return mixed
 
 
-def predict(logits: Tensor, sampling: Sampling | None = None, position: Tensor | None = None) -> Prediction:
-    """Choose a token for every position of logits (N, B, V). Its probability is always the raw one (M16)."""
+def predict(
+    logits: Tensor, sampling: Sampling | None = None, position: Tensor | None = None, *, runner_up: bool = False
+) -> Prediction:
+    """Choose a token for every position of logits (N, B, V). Its probability is always the raw one (M16).
+
+    With `runner_up`, also the most probable other token.
+    """
     log_p = logits.log_softmax(-1)
     ids = logits.argmax(-1)
     if sampling is not None:
         assert position is not None
         drawn = _sampled_logits(logits, sampling, position).argmax(-1)
         ids = torch.where(sampling.temperature[:, None] > 0, drawn, ids)
-    return Prediction(ids, log_p.gather(-1, ids[..., None])[..., 0].exp())
+    prob = log_p.gather(-1, ids[..., None])[..., 0].exp()
+    if not runner_up:
+        return Prediction(ids, prob, ids, torch.zeros_like(prob))
+    second = log_p.scatter(-1, ids[..., None], float("-inf")).max(-1)
+    return Prediction(ids, prob, second.indices, second.values.exp())
 
 
 def _sampled_logits(logits: Tensor, sampling: Sampling, position: Tensor) -> Tensor:

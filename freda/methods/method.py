@@ -35,8 +35,11 @@ class Method(Protocol):
     REFINES: bool
     """True: training runs `Step.passes` passes. False: it has one, and `Step.passes` means nothing."""
 
-    def labels(self, batch: Batch) -> Tensor:
-        """Which tokens are predicted in training, (R, L) bool."""
+    SCORES: bool
+    """True: from the second pass on, a scorer chooses among several candidates of the draft."""
+
+    def labels(self, batch: Batch, config: MethodConfig) -> Tensor:
+        """Which tokens count in the loss, (R, L) bool."""
 
     def loss(self, model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
         """Training loss summed over the labels, with gradient."""

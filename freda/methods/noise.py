@@ -22,6 +22,8 @@ class Purpose(IntEnum):
     REPLACEMENT = 3
     SAMPLING = 4
     PASSES = 5
+    SELECTION = 6
+    NEGATIVES = 7
 
 
 def uniform(purpose: Purpose, *counters: Tensor | int) -> Tensor:

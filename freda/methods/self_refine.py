@@ -33,11 +33,12 @@ from freda.model.transformer import Transformer
 
 DRAFTS = True
 REFINES = True
+SCORES = False
 COMMITTED_IN_TRAINING = 0.9  # η of the `committed_hard` ablation while training
 VALIDATION_PASSES = 4
 
 
-def labels(batch: Batch) -> Tensor:
+def labels(batch: Batch, config: MethodConfig) -> Tensor:
     """Every token, the EOS fill too: the model learns to close a block."""
     return batch.document >= 0
 
@@ -102,7 +103,7 @@ def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step)
     for index in range(1, VALIDATION_PASSES + 1):
         logits, draft = refine(model, clean, draft, config)
         numbers[f"pass{index}"] = label_loss(logits, batch).sum()
-        numbers[f"accuracy{index}"] = ((logits.argmax(-1) == batch.tokens) & labels(batch)).sum()
+        numbers[f"accuracy{index}"] = ((logits.argmax(-1) == batch.tokens) & labels(batch, config)).sum()
     return {"loss": numbers[f"pass{min(config.passes, VALIDATION_PASSES)}"], **numbers}
 
 
@@ -118,7 +119,9 @@ def rows(draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:
 
 def update(draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
     """Take over the whole prediction, except where tokens were given; commit the leftmost sure run (M11, M12)."""
-    ids = torch.where(draft.given, draft.ids, prediction.ids)
-    prob = torch.where(draft.given, 1.0, prediction.prob)
-    committed = leftmost_run(draft.given | (prob >= rules.threshold[:, None]))
-    return advance(draft, ids, prob, committed, rules)
+    prediction = prediction._replace(
+        ids=torch.where(draft.given, draft.ids, prediction.ids),
+        prob=torch.where(draft.given, 1.0, prediction.prob),
+    )
+    committed = leftmost_run(draft.given | (prediction.prob >= rules.threshold[:, None]))
+    return advance(draft, prediction, committed, rules)

@@ -127,6 +127,7 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.scorer: nn.Module | None = None  # Best-of-N: a `Scorer`; the forward does not use it
         self.lm_head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
 

@@ -2,6 +2,7 @@
 
     config.json         the shape, as `transformers` reads it, and what decoding must repeat of the training (`freda`)
     model.safetensors   all weights under their Hugging Face names
+    scorer.safetensors  the Best-of-N scorer, where there is one
     tokenizer files     see `freda.data.tokenizer`
 
 A folder is written beside its place and renamed, so whatever stands under its name is whole. Loading checks everything
@@ -27,9 +28,11 @@ from torch import Tensor
 from freda.config import LLAMA3_SCALING, MethodConfig, ModelConfig, from_dict
 from freda.data.tokenizer import Tokenizer, read_json, read_text
 from freda.errors import FredaError
+from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, rotary_frequencies
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SCORER_FILE = "scorer.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 STORED_SETTINGS = ("block_size", "passes", "feedback", "rescale", "committed_hard")  # of MethodConfig
@@ -105,7 +108,9 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
         _check_tokenizer(tokenizer, section, config)
         tensors = read_safetensors(weight_files(folder), device, dtype)
         check_tensors(tensors, config)
-    model = _build(config, tokenizer.blank_id, tensors)
+        model = _build(config, tokenizer.blank_id, tensors)
+        if (folder / SCORER_FILE).is_file():
+            model.scorer = _load_scorer(folder / SCORER_FILE, config, device, dtype)
     return LoadedModel(model, tokenizer, method, str(section["stage"]))
 
 
@@ -116,6 +121,23 @@ def _build(config: ModelConfig, blank_id: int, tensors: Mapping[str, Tensor]) ->
     model.load_state_dict({_own_name(name): tensor for name, tensor in tensors.items()}, assign=True)
     model.inv_freq = rotary_frequencies(config).to(tensors[EMBEDDING].device)  # a buffer that is never stored
     return model
+
+
+def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Scorer:
+    """The Best-of-N scorer beside a model, checked against its width."""
+    scorer = Scorer(config)
+    tensors = read_safetensors([path], device, dtype)
+    expected = {name: tuple(tensor.shape) for name, tensor in scorer.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise FredaError(
+                f"{SCORER_FILE} does not belong to the model: {name} has shape {found.get(name, 'none')}, "
+                f"the model needs {expected.get(name, 'none')}; train the scorer again"
+            )
+    scorer.load_state_dict(tensors, assign=True)
+    scorer.inv_freq = scorer.inv_freq.to(device)
+    return scorer
 
 
 def _method_config(section: Mapping[str, Any]) -> MethodConfig:
@@ -283,9 +305,12 @@ def write_model(
     dtype: torch.dtype | None = None,
 ) -> None:
     """The files of `save_model` into a folder that exists, for checkpoints that hold more beside them."""
-    state = {_hugging_face_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
-    tensors = {name: tensor.to(device="cpu", dtype=dtype).contiguous() for name, tensor in state.items()}
+    state = {name: tensor.detach().to(device="cpu", dtype=dtype) for name, tensor in model.state_dict().items()}
+    scorer = {name.removeprefix("scorer."): state.pop(name) for name in list(state) if name.startswith("scorer.")}
+    tensors = {_hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
     write_files(folder, model.config, tensors, tokenizer, method, stage)
+    if scorer:
+        save_file(scorer, folder / SCORER_FILE)
 
 
 def write_files(

@@ -55,7 +55,7 @@ def restore(folder: Path, model: Transformer, optimizer: torch.optim.AdamW) -> i
     try:
         step = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
         moments = load_file(folder / "optimizer.safetensors")
-        for name, weight in model.named_parameters():
+        for name, weight in _learning(model):
             optimizer.state[weight] = {
                 "step": torch.tensor(float(step)),
                 **{moment: moments[f"{moment}.{name}"].to(weight.device) for moment in MOMENTS},
@@ -88,6 +88,10 @@ def _steps(run: Path) -> list[int]:
 def _moments(model: Transformer, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
     return {
         f"{moment}.{name}": optimizer.state[weight][moment].contiguous()
-        for name, weight in model.named_parameters()
+        for name, weight in _learning(model)
         for moment in MOMENTS
     }
+
+
+def _learning(model: Transformer) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]

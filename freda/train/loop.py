@@ -28,6 +28,7 @@ from freda.errors import FredaError
 from freda.methods import METHODS
 from freda.methods.method import Method, Step
 from freda.model.attention import pick_backend
+from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, pick_device
 from freda.model.weights import load_model
 from freda.train import checkpoint
@@ -92,12 +93,15 @@ def setup(config: Config, resume_from: Path | None = None) -> Run:
     )
     model, tokenizer = _initial_model(config, resume_from)
     rows.check_tokenizer(tokenizer)
+    method = METHODS[config.method.name]
+    if method.SCORES:
+        _freeze_for_scorer(model, config)
     config = replace(config, model=model.config)  # what the run has, not what was asked for
     model.to(device)
     model.backend = pick_backend(config.train.attention, device)
     return Run(
         config=config,
-        method=METHODS[config.method.name],
+        method=method,
         model=model,
         tokenizer=tokenizer,
         optimizer=make_optimizer(model, config.train),
@@ -105,6 +109,17 @@ def setup(config: Config, resume_from: Path | None = None) -> Run:
         validation_rows=Loader(shards, "validation", seq_len=seq_len, seed=seed),
         device=device,
     )
+
+
+def _freeze_for_scorer(model: Transformer, config: Config) -> None:
+    """Stage II: only the scorer learns; a model without one gets a new one."""
+    require(bool(config.train.init), "train.init is empty; best-of-n starts from a self-refine model")
+    model.requires_grad_(False)
+    if model.scorer is None:
+        scorer = Scorer(model.config)
+        scorer.init_weights(config.train.seed)
+        model.scorer = scorer
+    model.scorer.requires_grad_(True)
 
 
 def _initial_model(config: Config, resume_from: Path | None) -> tuple[Transformer, Tokenizer]:
@@ -214,7 +229,7 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
         to_device(run.rows.batch(row, config.group_rows), run.device)
         for row in range(first, first + config.batch_rows, config.group_rows)
     ]
-    labels = sum(int(run.method.labels(batch).sum()) for batch in batches)
+    labels = sum(int(run.method.labels(batch, run.config.method).sum()) for batch in batches)
     total, by_passes = accumulate_gradient(run, batches, step, labels)
     norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip))
     if not (math.isfinite(total) and math.isfinite(norm)):
@@ -241,7 +256,7 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
             loss = run.method.loss(run.model, batch, config.method, at)
         (loss / labels).backward()  # type: ignore[no-untyped-call]
         value, (old, count) = float(loss.detach()), sums.get(passes, (0.0, 0))
-        sums[passes] = (old + value, count + int(run.method.labels(batch).sum()))
+        sums[passes] = (old + value, count + int(run.method.labels(batch, config.method).sum()))
         total += value
     return total / labels, {str(passes): value / count for passes, (value, count) in sorted(sums.items())}
 
@@ -259,7 +274,7 @@ def validate(run: Run) -> dict[str, float]:
         with autocast(config.train.dtype, run.device):
             for name, value in run.method.validate(run.model, batch, config.method, at).items():
                 sums[name] = sums.get(name, 0.0) + value
-        labels += int(run.method.labels(batch).sum())
+        labels += int(run.method.labels(batch, config.method).sum())
     return {name: float(value) / labels for name, value in sums.items()}
 
 

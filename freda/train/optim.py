@@ -12,9 +12,10 @@ from freda.model.transformer import Transformer
 
 
 def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over all weights; matrices decay, norms and biases do not."""
-    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
-    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    """AdamW over all weights that learn; matrices decay, norms and biases do not."""
+    learning = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in learning if weight.dim() >= 2]
+    vectors = [weight for weight in learning if weight.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -1,0 +1,277 @@
+"""Best-of-N: the packed forward, the loss and its optimum, the frozen backbone, and decoding's invariants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.loader import Batch
+from freda.data.prepare import prepare
+from freda.data.tokenizer import train_tokenizer
+from freda.decode.generate import Output, Pass, Request, generate
+from freda.errors import FredaError
+from freda.methods import METHODS, best_of_n
+from freda.methods.beam import choose
+from freda.methods.best_of_n import Slots, beam_slots, proposal, sampled_slots, score_slots
+from freda.methods.draft import Candidates, Search
+from freda.methods.method import Step
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer
+from freda.model.weights import load_model, save_model
+from freda.train import loop
+from tests.conftest import EOS, packed_batch, tiny_model
+
+SETTINGS = MethodConfig(name="best-of-n", block_size=4, num_negatives=3)
+
+
+def scored_model(seed: int = 0, scale: float = 0.4) -> Transformer:
+    """A tiny model with a scorer that has opinions."""
+    model = tiny_model(seed)
+    scorer = Scorer(model.config)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for weight in scorer.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    model.scorer = scorer
+    return model
+
+
+def at(batch: Batch, passes: int = 2, step: int = 0) -> Step:
+    return Step(seed=1, step=step, row=torch.arange(len(batch.tokens)), progress=0.0, passes=passes)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def test_packed_slots_equal_one_forward_per_slot_and_do_not_see_each_other(batch: Batch) -> None:
+    model = scored_model()
+    slots = sampled_slots(model, batch, SETTINGS, at(batch))
+    packed = score_slots(model, batch, slots, SETTINGS)
+    real = best_of_n.labels(batch, SETTINGS).view(len(batch.tokens), -1, 4)[..., 0]
+    for number in range(4):
+        one = Slots(slots.ids[:, number : number + 1], slots.alpha[:, number : number + 1], slots.target)
+        torch.testing.assert_close(score_slots(model, batch, one, SETTINGS)[real, 0], packed[real, number])
+    changed = slots.ids.clone()
+    changed[:, 2] = (changed[:, 2] + 1) % EOS
+    after = score_slots(model, batch, slots._replace(ids=changed), SETTINGS)
+    assert torch.equal(after[..., [0, 1, 3]], packed[..., [0, 1, 3]]) and not torch.allclose(
+        after[..., 2], packed[..., 2]
+    )
+
+
+def test_negatives_are_independent_draws_embedded_alike() -> None:
+    model, batch = scored_model(), packed_batch([[4]] * 3000)
+    batch = batch._replace(tokens=batch.tokens[:1].expand(3000, -1).contiguous())
+    slots = sampled_slots(model, batch, SETTINGS, at(batch, passes=1))
+    share = proposal(model, batch, SETTINGS, 1)[0].softmax(-1)  # the same for every row
+    for number in (1, 2, 3):
+        for place in range(4):
+            found = slots.ids[:, number, place].bincount(minlength=share.shape[-1]) / 3000
+            assert (found - share[place]).abs().max() < 0.04
+    assert torch.equal(slots.ids[:, 0], batch.tokens)
+    expected = share[torch.arange(4), slots.ids]
+    torch.testing.assert_close(slots.alpha, expected, rtol=1e-4, atol=1e-6)
+    pairs = (slots.ids[:, 1] == slots.ids[:, 2]).float().mean(0)
+    torch.testing.assert_close(pairs, share.square().sum(-1), rtol=0, atol=0.04)
+
+
+def test_beam_slots_hold_no_extra_truth(batch: Batch) -> None:
+    model = scored_model()
+    slots = beam_slots(model, batch, SETTINGS, at(batch))
+    blocks = slots.ids.view(len(batch.tokens), 4, -1, 4)
+    truth = batch.tokens.view(len(batch.tokens), -1, 4)
+    for row, block in torch.cartesian_prod(torch.arange(3), torch.arange(6)).tolist():
+        among = [number for number in range(4) if torch.equal(blocks[row, number, block], truth[row, block])]
+        assert slots.target[row, block] == (among[0] if among else -1)
+
+
+def test_the_loss_is_the_nce_of_real_blocks(batch: Batch) -> None:
+    model = scored_model()
+    slots = sampled_slots(model, batch, SETTINGS, at(batch))
+    scores = score_slots(model, batch, slots, SETTINGS).detach()
+    expected = 0.0
+    for row, place in best_of_n.labels(batch, SETTINGS).nonzero().tolist():
+        values = scores[row, place // 4]
+        expected += float(values.logsumexp(0) - values[0])
+    assert best_of_n.loss(model, batch, SETTINGS, at(batch)).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_learned_score_is_the_log_density_ratio() -> None:
+    """On a space of nine texts: minimise the exact expectation of Eq. bon_loss over free scores, N = 2."""
+    generator = torch.Generator().manual_seed(0)
+    data, proposed = (torch.rand(9, generator=generator, dtype=torch.float64) ** 2 + 0.02 for _ in range(2))
+    data, proposed = data / data.sum(), proposed / proposed.sum()
+    scores = torch.zeros(9, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([scores], max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-16)
+    weight = data[:, None] * proposed[None, :]  # positive i, negative j
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        pair = torch.stack([scores[:, None].expand(9, 9), scores[None, :].expand(9, 9)], dim=-1)
+        loss = (weight * (pair.logsumexp(-1) - scores[:, None])).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    ratio = data.log() - proposed.log()
+    found = scores.detach()
+    torch.testing.assert_close(found - found.mean(), ratio - ratio.mean(), rtol=0, atol=1e-5)
+
+
+def test_the_gumbel_choice_has_the_frequencies_of_the_softmax() -> None:
+    """Eq. finite_candidate_softmax with ℓ + τ·s as logits; an invalid candidate is never chosen."""
+    count = 40_000
+    scores = torch.tensor([[0.3, -1.0, 2.0, 9.0]]).expand(count, -1)
+    proposals = torch.tensor([[0.0, -0.4, -1.5, 0.0]]).expand(count, -1)
+    valid = torch.tensor([[True, True, True, False]]).expand(count, -1)
+    blank = torch.zeros(count, 4, 1, dtype=torch.int64)
+    candidates = Candidates(blank, blank.float(), proposals, valid)
+    full = torch.full((count,), 4)
+    search = Search(full, full, torch.full((count,), 0.7), torch.ones(count).bool(), torch.zeros(count).long())
+    winner = choose(candidates, scores, search, torch.stack([torch.arange(count), torch.zeros(count).long()], dim=-1))
+    share = winner.bincount(minlength=4) / count
+    assert share[3] == 0
+    assert (share[:3] - (proposals + 0.7 * scores)[0, :3].softmax(0)).abs().max() < 0.01
+    best = choose(candidates, scores, search._replace(gumbel=torch.zeros(count).bool()), torch.zeros(count, 2).long())
+    assert (best == 0).all()
+
+
+@pytest.mark.parametrize("negatives", ["sampled", "beam"])
+def test_stage_two_trains_the_scorer_and_leaves_the_backbone_alone(negatives: str, tmp_path: Path) -> None:
+    prepare(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), tmp_path / "data")
+    base = Config(
+        model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
+        data=DataConfig(path=str(tmp_path / "data"), seq_len=96),
+        train=TrainConfig(
+            steps=8, batch_rows=4, group_rows=2, lr=3e-3, warmup_steps=1, validation_rows=4, save_every=4
+        ),
+    )
+    loop.train(base, tmp_path / "base")
+    method = replace(SETTINGS, negatives=negatives)  # type: ignore[arg-type]
+    config = replace(base, method=method, train=replace(base.train, init=str(tmp_path / "base")))
+    result = loop.train(config, tmp_path / "scorer")
+    assert {"loss", "rank_accuracy", "true_negatives"} <= result.validation.keys()
+    before, after = load_model(tmp_path / "base").model, load_model(tmp_path / "scorer").model
+    assert before.scorer is None and after.scorer is not None
+    backbone = before.state_dict()
+    assert all(torch.equal(backbone[name], after.state_dict()[name]) for name in backbone), "bit for bit"
+    fresh = Scorer(after.config)
+    fresh.init_weights(config.train.seed)
+    moved = [
+        name for name, weight in fresh.state_dict().items() if not torch.equal(weight, after.scorer.state_dict()[name])
+    ]
+    if negatives == "sampled":  # with the beam, a model this raw has no clean block among its candidates to learn from
+        assert "mlp.2.weight" in moved and "fuse.weight" in moved
+    assert not (tmp_path / "base" / "checkpoints" / "step-8" / "scorer.safetensors").exists()
+    with pytest.raises(FredaError, match=r"train\.init is empty; best-of-n starts from a self-refine model"):
+        loop.train(replace(base, method=method), tmp_path / "wrong")
+
+
+def test_resume_of_stage_two_is_exact(tmp_path: Path) -> None:
+    prepare(CorpusConfig(problems=60, validation_problems=8, vocab_size=300), tmp_path / "data")
+    base = Config(
+        model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
+        data=DataConfig(path=str(tmp_path / "data"), seq_len=96),
+        train=TrainConfig(steps=2, batch_rows=2, group_rows=2, warmup_steps=1, validation_rows=2, log_every=1),
+    )
+    loop.train(base, tmp_path / "base")
+    tuned = replace(base.train, init=str(tmp_path / "base"), steps=4, save_every=2, lr=1e-3)
+    config = replace(base, method=SETTINGS, train=tuned)
+    whole = loop.train(config, tmp_path / "whole")
+    (tmp_path / "whole").rename(tmp_path / "cut")
+    (tmp_path / "cut" / "latest").write_text("step-2\n")
+    again = loop.train(loop.resume_run(tmp_path / "cut"), tmp_path / "cut", resume=True)
+    assert again.validation == whole.validation
+
+
+def test_a_scorer_of_another_width_is_refused(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["Mia has 12 shells."], 270)
+    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
+    for name, width in (("one", 32), ("two", 64)):
+        model = Transformer(replace(shape, dim=width), tokenizer.blank_id)
+        model.scorer = Scorer(model.config)
+        save_model(tmp_path / name, model, tokenizer, SETTINGS, stage="test")
+    loaded = load_model(tmp_path / "one").model
+    assert loaded.scorer is not None
+    (tmp_path / "two" / "scorer.safetensors").replace(tmp_path / "one" / "scorer.safetensors")
+    with pytest.raises(FredaError, match=r"scorer.safetensors does not belong to the model: fuse.weight has shape"):
+        load_model(tmp_path / "one")
+
+
+# -- decoding --------------------------------------------------------------------------------------------------------
+
+
+def requests(**settings: object) -> list[Request]:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, EOS, (length,), generator=generator).tolist() for length in (8, 5, 10, 3)]
+    return [
+        Request(prompt=p, seed=i, **{"max_new_tokens": 14, "threshold": 0.3, **settings}) for i, p in enumerate(prompts)
+    ]  # type: ignore[arg-type]
+
+
+def run(model: Transformer, name: str, asked: list[Request], **options: object) -> list[Output]:
+    return generate(model, METHODS[name], SETTINGS, asked, stop_ids=[EOS], **options)  # type: ignore[index, arg-type]
+
+
+def texts(outputs: list[Output]) -> list[tuple[list[int], int]]:
+    return [(output.tokens, output.nfe) for output in outputs]
+
+
+@pytest.mark.parametrize("settings", [{"width": 1}, {"tau": 0.0}, {"swaps": 0}])
+def test_without_a_choice_it_is_self_refinement(settings: dict[str, object]) -> None:
+    model = scored_model()
+    plain = texts(run(model, "self-refine", requests()))
+    assert texts(run(model, "best-of-n", requests(**{"tau": 5.0, **settings}))) == plain
+    assert texts(run(model, "best-of-n", requests(tau=5.0))) != plain, "the scorer does change something"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"select": "gumbel", "tau": 0.5}, {"temperature": 1.0}, {"width": 20, "swaps": 4}]
+)
+def test_batch_cache_and_fused_commit_change_nothing(settings: dict[str, object]) -> None:
+    model = scored_model()
+    asked = requests(**{"tau": 5.0, **settings})
+    together = run(model, "best-of-n", asked)
+    assert texts(together) == texts([run(model, "best-of-n", [request])[0] for request in asked])
+    assert [o.tokens for o in together] == [o.tokens for o in run(model, "best-of-n", asked, cached=False)]
+    assert [o.tokens for o in together] == [o.tokens for o in run(model, "best-of-n", asked, fused=False)]
+
+
+def test_requests_have_their_own_width_and_weight() -> None:
+    model = scored_model()
+    asked = [
+        replace(request, width=w, tau=t)
+        for request, w, t in zip(requests(), (1, 2, 4, 8), (5.0, 0.0, 5.0, 1.0), strict=True)
+    ]
+    assert texts(run(model, "best-of-n", asked)) == texts([run(model, "best-of-n", [request])[0] for request in asked])
+
+
+def test_a_pass_shows_its_candidates_and_counts_once() -> None:
+    model, seen = scored_model(), list[Pass]()
+    output = run(model, "best-of-n", requests(tau=5.0)[:1], watch=seen.append)[0]
+    assert output.nfe == len(seen), "a packed forward is one forward"
+    assert all(len(step.candidates) == 1 for step in seen if step.number == 1), "the blank draft has no rivals"
+    later = [step for step in seen if step.number > 1]
+    assert later and all(len(step.candidates) == len(step.scores) == 4 for step in later)
+    assert all(step.winner == max(range(4), key=step.scores.__getitem__) for step in later)
+    assert any(step.winner > 0 for step in later)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(FredaError, match="the model has no scorer"):
+        run(tiny_model(), "best-of-n", requests())
+    with pytest.raises(FredaError, match="swaps is 5, more than a block has positions; use 0 to 4"):
+        run(scored_model(), "best-of-n", requests(swaps=5))
+    for settings, message in (
+        ({"width": 0}, "width is 0"),
+        ({"tau": -1.0}, "tau is -1.0"),
+        ({"select": "x"}, "select is 'x'"),
+    ):
+        with pytest.raises(FredaError, match=message):
+            requests(**settings)
