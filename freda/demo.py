@@ -108,9 +108,9 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     results = {"version": __version__, "seed": seed, "seconds": round(seconds), "plan": asdict(plan), "rows": rows}
     (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     say(f"done in {seconds:.0f} s; results in {out / RESULTS}. Watch it live:")
-    print(
-        f"freda generate {out / 'self-refine'} $'{test[0].prompt!r}' --show-drafts".replace("''", "'"), file=sys.stderr
-    )
+    program = sys.argv[0] if sys.argv[0].endswith("freda") else "freda"  # .venv/bin/freda, as make calls it
+    # repr writes the line break as \\n and puts quotes around: with $ in front, that is how a shell reads it
+    print(f"{program} generate {out / 'self-refine'} ${test[0].prompt!r} --show-drafts", file=sys.stderr)
 
 
 def say(message: str) -> None:

@@ -63,6 +63,13 @@ def test_the_file_tree_of_the_readme_is_complete() -> None:
             assert file.name in tree, f"{file.relative_to(ROOT)} is not in the README's file tree"
 
 
+def test_decisions_cited_in_the_code_are_written_down() -> None:
+    known = set(re.findall(r"^\| (M\d+) \|", (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8"), re.M))
+    for file in sorted((ROOT / "freda").rglob("*.py")):
+        cited = set(re.findall(r"\bM\d{1,2}\b", file.read_text(encoding="utf-8")))
+        assert cited <= known, f"{file.name} cites {cited - known}"
+
+
 def test_versions_agree() -> None:
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert newest is not None and newest[1] == __version__

@@ -18,7 +18,7 @@ import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from freda.config import CorpusConfig
 from freda.errors import FredaError
@@ -146,22 +146,9 @@ def problems_of(config: CorpusConfig, split: Split) -> Iterator[Problem]:
     )
 
 
-def problems(
-    split: Split,
-    count: int,
-    *,
-    steps: int,
-    max_number: int,
-    seed: int,
-    max_change: int = 0,
-    carry: bool = True,
-    varied: bool = True,
-) -> list[Problem]:
-    """The first problems of a split; a smaller count is a prefix of a larger one."""
-    made = stream(
-        split, steps=steps, max_number=max_number, seed=seed, max_change=max_change, carry=carry, varied=varied
-    )
-    return list(itertools.islice(made, count))
+def problems(split: Split, count: int, **kind: Any) -> list[Problem]:
+    """The first problems of a `stream` of that kind; a smaller count is a prefix of a larger one."""
+    return list(itertools.islice(stream(split, **kind), count))
 
 
 def stream(
