@@ -109,7 +109,7 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     say(f"done in {seconds:.0f} s; results in {out / RESULTS}. Watch it live:")
     program = sys.argv[0] if sys.argv[0].endswith("freda") else "freda"  # .venv/bin/freda, as make calls it
-    # repr writes the line break as \\n and puts quotes around: with $ in front, that is how a shell reads it
+    # repr writes the line break as \n and puts quotes around: with $ in front, that is how a shell reads it
     print(f"{program} generate {out / 'self-refine'} ${test[0].prompt!r} --show-drafts", file=sys.stderr)
 
 
