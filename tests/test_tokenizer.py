@@ -76,6 +76,8 @@ def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
     @hypothesis.settings(max_examples=200, deadline=None, database=None)
     @hypothesis.given(hypothesis.strategies.text())
     def check(text: str) -> None:
+        # The strings of the code itself are among what hypothesis tries: texts that spell a special token are no text.
+        hypothesis.assume(BLANK_TEXT not in text and EOS_TEXT not in text)
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert all(0 <= index < tokenizer.eos_id for index in ids)

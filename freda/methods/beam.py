@@ -27,12 +27,14 @@ def subsets(block_size: int, most: int) -> tuple[tuple[int, ...], ...]:
 
 
 def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidates:
-    """The candidates of the next pass: a blank draft has one, itself. `width` and `swaps` bound those of `search`."""
+    """The candidates of the next pass. `width` and `swaps` bound those of `search`.
+
+    A blank draft has one candidate, itself: it has no second token yet.
+    """
     top = Prediction(draft.ids, draft.prob, draft.second_ids, draft.second_prob)
     found = marginal_cost_beam(top, ~draft.given, width=width, swaps=search.swaps, most_swaps=swaps)
     rank = torch.arange(found.valid.shape[1], device=draft.ids.device)
-    most = torch.where(draft.passes == 0, 1, search.width)
-    return found._replace(valid=found.valid & (rank < most[:, None]))
+    return found._replace(valid=found.valid & (rank < search.width[:, None]))
 
 
 def choose(candidates: Candidates, scores: Tensor, search: Search, place: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from freda.config import MethodConfig
 from freda.data.loader import Batch
 from freda.methods.beam import marginal_cost_beam
-from freda.methods.draft import Prediction, clean_half, predict, soft_embedding
+from freda.methods.draft import clean_half, predict, soft_embedding
 from freda.methods.method import Step
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import initial_draft, refine, rows, update
@@ -110,7 +110,7 @@ def beam_slots(model: Transformer, batch: Batch, config: MethodConfig, step: Ste
     top = predict(logits.view(-1, size, logits.shape[-1]), runner_up=True)
     free = torch.ones_like(top.ids, dtype=torch.bool)
     swaps = torch.full_like(top.ids[:, 0], size)
-    found = marginal_cost_beam(Prediction(*top), free, width=width, swaps=swaps, most_swaps=size)
+    found = marginal_cost_beam(top, free, width=width, swaps=swaps, most_swaps=size)
     clean = batch.tokens.view(-1, 1, size)
     hit = (found.ids == clean).all(-1) & found.valid  # (blocks, S)
     target = torch.where(hit.any(-1), hit.int().argmax(-1), -1)

@@ -179,11 +179,6 @@ class CleanHalf(NamedTuple):
     mask: Mask  # draft tokens over [clean, draft] keys
     position: Tensor  # (R, L)
 
-    def detached(self) -> CleanHalf:
-        """The same for passes without gradient."""
-        past = [KeysValues(layer.keys.detach(), layer.values.detach()) for layer in self.past]
-        return self._replace(past=past)
-
 
 def clean_half(model: Transformer, batch: Batch, block_size: int) -> CleanHalf:
     """Run the clean half once; `t` passes then cost t more halves instead of t whole `[draft, clean]` forwards."""

@@ -49,7 +49,7 @@ def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> 
     draft = initial_draft(model, batch, config, step)
     with torch.no_grad():
         for _ in range(step.passes - 1):
-            _, draft = refine(model, clean.detached(), draft, config)
+            _, draft = refine(model, clean, draft, config)
     return label_loss(pass_logits(model, clean, draft, config), batch).sum()
 
 
