@@ -129,6 +129,9 @@ def generate(
     width: Annotated[int, typer.Option(help="best-of-n: most candidates per pass, N.")] = DECODING.width,
     tau: Annotated[float, typer.Option(help="best-of-n: weight of the scorer.")] = DECODING.tau,
     swaps: Annotated[int, typer.Option(help="best-of-n: most positions a candidate changes, R.")] = DECODING.swaps,
+    candidates: Annotated[
+        str, typer.Option(help="best-of-n: beam, the cheapest changes to the draft, or sampled, random draws.")
+    ] = DECODING.candidates,
     select: Annotated[str, typer.Option(help="best-of-n: argmax, or gumbel to choose by chance.")] = DECODING.select,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Show every pass of every block.")] = False,
@@ -149,6 +152,7 @@ def generate(
         "width": width,
         "tau": tau,
         "swaps": swaps,
+        "candidates": candidates,
         "select": select,
     }
     text = sys.stdin.read() if prompt == "-" else prompt

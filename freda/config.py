@@ -127,6 +127,7 @@ class MethodConfig:
     replacement_end: float = knob(0.1, "self-refine: the same share from half of the run on")
     negatives: Literal["sampled", "beam"] = knob("sampled", "best-of-n: what the scorer learns to tell from the truth")
     num_negatives: int = knob(4, "best-of-n: negatives per block")
+    scorer_layer: bool = knob(False, "best-of-n: the scorer trains a copy of the backbone's last layer, kept with it")
     noise_min: float = knob(1e-3, "block-diffusion: least noise level t of a block")
     noise_max: float = knob(1.0, "block-diffusion: greatest noise level t of a block")
 
@@ -134,6 +135,10 @@ class MethodConfig:
         require(self.block_size >= 1, f"method.block_size is {self.block_size}; use 1 or more")
         require(self.passes >= 1, f"method.passes is {self.passes}; use 1 or more")
         require(self.num_negatives >= 1, f"method.num_negatives is {self.num_negatives}; use 1 or more")
+        require(
+            not (self.name == "best-of-n" and self.committed_hard),
+            "method.committed_hard is true; best-of-n shows every candidate by its probability: leave it false",
+        )
         for name in ("replacement_start", "replacement_end"):
             require(0 <= getattr(self, name) <= 1, f"method.{name} is {getattr(self, name)}; use 0 to 1")
         require(
@@ -195,12 +200,14 @@ class DecodeConfig:
     width: int = knob(4, "best-of-n: most candidates per pass, N")
     tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
     swaps: int = knob(2, "best-of-n: most positions a candidate changes, R")
+    candidates: Literal["beam", "sampled"] = knob("beam", "best-of-n: cheapest changes to the draft, or random draws")
     select: Literal["argmax", "gumbel"] = knob("argmax", "best-of-n: take the best candidate, or choose by chance")
 
     def __post_init__(self) -> None:
         require(self.width >= 1, f"width is {self.width}; use 1 or more")
         require(self.tau >= 0, f"tau is {self.tau}; use 0 or more")
         require(self.swaps >= 0, f"swaps is {self.swaps}; use 0 or more")
+        require(self.candidates in ("beam", "sampled"), f"candidates is {self.candidates!r}; use beam or sampled")
         require(self.select in ("argmax", "gumbel"), f"select is {self.select!r}; use argmax or gumbel")
         require(1 <= self.max_new_tokens <= 2**20, f"max_new_tokens is {self.max_new_tokens}; use 1 to {2**20}")
         require(self.passes >= 1, f"passes is {self.passes}; use 1 or more")

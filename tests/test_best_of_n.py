@@ -16,8 +16,8 @@ from freda.data.tokenizer import train_tokenizer
 from freda.decode.generate import Output, Pass, Request, generate
 from freda.errors import FredaError
 from freda.methods import METHODS, best_of_n
-from freda.methods.beam import choose
 from freda.methods.best_of_n import Slots, beam_slots, proposal, sampled_slots, score_slots
+from freda.methods.candidates import choose
 from freda.methods.draft import Candidates, Search
 from freda.methods.method import Step
 from freda.model.scorer import Scorer
@@ -29,10 +29,10 @@ from tests.conftest import EOS, packed_batch, tiny_model
 SETTINGS = MethodConfig(name="best-of-n", block_size=4, num_negatives=3)
 
 
-def scored_model(seed: int = 0, scale: float = 0.4) -> Transformer:
+def scored_model(seed: int = 0, scale: float = 0.4, *, last_layer: bool = False) -> Transformer:
     """A tiny model with a scorer that has opinions."""
     model = tiny_model(seed)
-    scorer = Scorer(model.config)
+    scorer = Scorer(model.config, last_layer=last_layer)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for weight in scorer.parameters():
@@ -49,9 +49,10 @@ def at(batch: Batch, passes: int = 2, step: int = 0) -> Step:
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-def test_packed_slots_equal_one_forward_per_slot_and_do_not_see_each_other(batch: Batch) -> None:
-    model = scored_model()
-    slots = sampled_slots(model, batch, SETTINGS, at(batch))
+@pytest.mark.parametrize("last_layer", [False, True])
+def test_packed_slots_equal_one_forward_per_slot_and_do_not_see_each_other(batch: Batch, last_layer: bool) -> None:
+    model = scored_model(last_layer=last_layer)
+    slots = sampled_slots(proposal(model, batch, SETTINGS, 2), batch, SETTINGS, at(batch))
     packed = score_slots(model, batch, slots, SETTINGS)
     real = best_of_n.labels(batch, SETTINGS).view(len(batch.tokens), -1, 4)[..., 0]
     for number in range(4):
@@ -68,7 +69,7 @@ def test_packed_slots_equal_one_forward_per_slot_and_do_not_see_each_other(batch
 def test_negatives_are_independent_draws_embedded_alike() -> None:
     model, batch = scored_model(), packed_batch([[4]] * 3000)
     batch = batch._replace(tokens=batch.tokens[:1].expand(3000, -1).contiguous())
-    slots = sampled_slots(model, batch, SETTINGS, at(batch, passes=1))
+    slots = sampled_slots(proposal(model, batch, SETTINGS, 1), batch, SETTINGS, at(batch, passes=1))
     share = proposal(model, batch, SETTINGS, 1)[0].softmax(-1)  # the same for every row
     for number in (1, 2, 3):
         for place in range(4):
@@ -83,7 +84,7 @@ def test_negatives_are_independent_draws_embedded_alike() -> None:
 
 def test_beam_slots_hold_no_extra_truth(batch: Batch) -> None:
     model = scored_model()
-    slots = beam_slots(model, batch, SETTINGS, at(batch))
+    slots = beam_slots(proposal(model, batch, SETTINGS, 2), batch, SETTINGS)
     blocks = slots.ids.view(len(batch.tokens), 4, -1, 4)
     truth = batch.tokens.view(len(batch.tokens), -1, 4)
     for row, block in torch.cartesian_prod(torch.arange(3), torch.arange(6)).tolist():
@@ -93,13 +94,71 @@ def test_beam_slots_hold_no_extra_truth(batch: Batch) -> None:
 
 def test_the_loss_is_the_nce_of_real_blocks(batch: Batch) -> None:
     model = scored_model()
-    slots = sampled_slots(model, batch, SETTINGS, at(batch))
+    slots = sampled_slots(proposal(model, batch, SETTINGS, 2), batch, SETTINGS, at(batch))
     scores = score_slots(model, batch, slots, SETTINGS).detach()
     expected = 0.0
     for row, place in best_of_n.labels(batch, SETTINGS).nonzero().tolist():
         values = scores[row, place // 4]
         expected += float(values.logsumexp(0) - values[0])
     assert best_of_n.loss(model, batch, SETTINGS, at(batch)).item() == pytest.approx(expected, rel=1e-5)
+
+
+def within_reach(model: Transformer, batch: Batch) -> Batch:
+    """The batch with texts that a random model can hit: four of five blocks are one of its own candidates."""
+    for block in range(batch.tokens.shape[1] // 4):
+        slots = beam_slots(proposal(model, batch, SETTINGS, 2), batch, SETTINGS)
+        tokens, span = batch.tokens.clone(), slice(4 * block, 4 * block + 4)
+        for row in range(len(tokens)):
+            if (row + block) % 5 < 4:
+                tokens[row, span] = slots.ids[row, (row + block) % 5, span]
+        batch = batch._replace(tokens=tokens)
+    return batch
+
+
+def test_with_beam_negatives_the_mean_of_the_blocks_that_count_stands_for_all(batch: Batch) -> None:
+    model, config = scored_model(), replace(SETTINGS, negatives="beam")
+    changed = within_reach(model, batch)
+    slots = beam_slots(proposal(model, changed, config, 2), changed, config)
+    real = best_of_n.labels(batch, SETTINGS)[:, ::4]
+    counted = (slots.target >= 0) & real
+    assert 0 < counted.sum() < real.sum()
+    scores = score_slots(model, changed, slots, config).log_softmax(-1)
+    losses = [-scores[row, block, slots.target[row, block]] for row, block in counted.nonzero().tolist()]
+    expected = torch.stack(losses).mean() * real.sum()
+    torch.testing.assert_close(best_of_n.loss(model, changed, config, at(batch)), expected)
+
+
+@torch.no_grad()
+def test_validation_counts_the_choice_among_candidates_and_truth(batch: Batch) -> None:
+    model = scored_model(scale=0.8)
+    batch = within_reach(model, batch)
+    found = best_of_n.validate(model, batch, SETTINGS, at(batch))
+    logits = proposal(model, batch, SETTINGS, 2)
+    log_p, beam = logits.log_softmax(-1), beam_slots(logits, batch, SETTINGS)
+    wins = dict.fromkeys((0.0, 0.1, 1.0), 0)
+    for row, place in best_of_n.labels(batch, SETTINGS).nonzero().tolist():
+        span = slice(place, place + 4)
+        texts = [batch.tokens[row, span], *beam.ids[row, :, span]]
+        values = {tau: list[float]() for tau in wins}
+        for text in texts:
+            ids = batch.tokens[row : row + 1, None].clone()
+            ids[0, 0, span] = text
+            alpha = log_p[row].gather(-1, ids[0, 0, :, None]).exp()[None, None, :, 0]
+            one = Batch(*(part[row : row + 1] for part in batch))
+            score = score_slots(model, one, Slots(ids, alpha, torch.zeros(1)), SETTINGS)[0, place // 4, 0]
+            likely = log_p[row, span].gather(-1, text[:, None]).sum()
+            for tau, list_ in values.items():
+                list_.append(float(likely + tau * score))
+        for tau, list_ in values.items():
+            rivals = [value for text, value in zip(texts, list_, strict=True) if not torch.equal(text, texts[0])]
+            wins[tau] += list_[0] > max(rivals)
+    assert {f"choice{tau:g}": count for tau, count in wins.items()} == {
+        name: int(value) for name, value in found.items() if name.startswith("choice")
+    }
+    assert len(set(wins.values())) > 1, "the scorer changes choices"
+    real = best_of_n.labels(batch, SETTINGS)[:, ::4]
+    number = torch.arange(real.shape[0])[:, None] + torch.arange(real.shape[1])
+    assert int(found["found"]) == int(((number % 5 < 4) & real).sum())
 
 
 def test_the_learned_score_is_the_log_density_ratio() -> None:
@@ -133,7 +192,14 @@ def test_the_gumbel_choice_has_the_frequencies_of_the_softmax() -> None:
     blank = torch.zeros(count, 4, 1, dtype=torch.int64)
     candidates = Candidates(blank, blank.float(), proposals, valid)
     full = torch.full((count,), 4)
-    search = Search(full, full, torch.full((count,), 0.7), torch.ones(count).bool(), torch.zeros(count).long())
+    search = Search(
+        full,
+        full,
+        torch.full((count,), 0.7),
+        torch.zeros(count).bool(),
+        torch.ones(count).bool(),
+        torch.zeros(count).long(),
+    )
     winner = choose(candidates, scores, search, torch.stack([torch.arange(count), torch.zeros(count).long()], dim=-1))
     share = winner.bincount(minlength=4) / count
     assert share[3] == 0
@@ -142,8 +208,10 @@ def test_the_gumbel_choice_has_the_frequencies_of_the_softmax() -> None:
     assert (best == 0).all()
 
 
-@pytest.mark.parametrize("negatives", ["sampled", "beam"])
-def test_stage_two_trains_the_scorer_and_leaves_the_backbone_alone(negatives: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("negatives", "scorer_layer"), [("sampled", False), ("beam", False), ("sampled", True)])
+def test_stage_two_trains_the_scorer_and_leaves_the_backbone_alone(
+    negatives: str, scorer_layer: bool, tmp_path: Path
+) -> None:
     prepare(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), tmp_path / "data")
     base = Config(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
@@ -153,24 +221,48 @@ def test_stage_two_trains_the_scorer_and_leaves_the_backbone_alone(negatives: st
         ),
     )
     loop.train(base, tmp_path / "base")
-    method = replace(SETTINGS, negatives=negatives)  # type: ignore[arg-type]
+    method = replace(SETTINGS, negatives=negatives, scorer_layer=scorer_layer)  # type: ignore[arg-type]
     config = replace(base, method=method, train=replace(base.train, init=str(tmp_path / "base")))
     result = loop.train(config, tmp_path / "scorer")
-    assert {"loss", "rank_accuracy", "true_negatives"} <= result.validation.keys()
+    numbers = {"loss", "rank_accuracy", "true_negatives", "found", "choice0", "choice0.1", "choice1"}
+    assert numbers <= result.validation.keys()
     before, after = load_model(tmp_path / "base").model, load_model(tmp_path / "scorer").model
     assert before.scorer is None and after.scorer is not None
     backbone = before.state_dict()
     assert all(torch.equal(backbone[name], after.state_dict()[name]) for name in backbone), "bit for bit"
-    fresh = Scorer(after.config)
-    fresh.init_weights(config.train.seed)
+    fresh = Scorer(after.config, last_layer=scorer_layer)
+    fresh.init_weights(config.train.seed, before)
     moved = [
         name for name, weight in fresh.state_dict().items() if not torch.equal(weight, after.scorer.state_dict()[name])
     ]
     if negatives == "sampled":  # with the beam, a model this raw has no clean block among its candidates to learn from
         assert "mlp.2.weight" in moved and "fuse.weight" in moved
+        assert ("last_layer.self_attn.q_proj.weight" in moved) == scorer_layer
     assert not (tmp_path / "base" / "checkpoints" / "step-8" / "scorer.safetensors").exists()
     with pytest.raises(FredaError, match=r"train\.init is empty; best-of-n starts from a self-refine model"):
         loop.train(replace(base, method=method), tmp_path / "wrong")
+    other = replace(config, method=replace(method, scorer_layer=not scorer_layer))
+    again = replace(other, train=replace(config.train, init=str(tmp_path / "scorer")))
+    with pytest.raises(FredaError, match=r"method.scorer_layer is .* was trained otherwise"):
+        loop.train(again, tmp_path / "wrong")
+    with pytest.raises(FredaError, match=r"method.feedback is hard, but .* was trained with soft; use the same"):
+        loop.train(replace(config, method=replace(method, feedback="hard")), tmp_path / "wrong")
+
+
+def test_a_scorer_judges_a_model_that_refines(tmp_path: Path) -> None:
+    prepare(CorpusConfig(problems=40, validation_problems=8, vocab_size=300), tmp_path / "data")
+    base = Config(
+        model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
+        data=DataConfig(path=str(tmp_path / "data"), seq_len=96),
+        method=MethodConfig(name="block-diffusion"),
+        train=TrainConfig(steps=1, batch_rows=2, group_rows=2, warmup_steps=1, validation_rows=2),
+    )
+    loop.train(base, tmp_path / "base")
+    config = replace(base, method=SETTINGS, train=replace(base.train, init=str(tmp_path / "base")))
+    with pytest.raises(FredaError, match=r"was trained as block-diffusion; best-of-n starts from a self-refine model"):
+        loop.train(config, tmp_path / "wrong")
+    with pytest.raises(FredaError, match=r"method.committed_hard is true"):
+        replace(SETTINGS, committed_hard=True)
 
 
 def test_resume_of_stage_two_is_exact(tmp_path: Path) -> None:
@@ -223,19 +315,28 @@ def texts(outputs: list[Output]) -> list[tuple[list[int], int]]:
     return [(output.tokens, output.nfe) for output in outputs]
 
 
+@pytest.mark.parametrize("last_layer", [False, True])
 @pytest.mark.parametrize("settings", [{"width": 1}, {"tau": 0.0}, {"swaps": 0}])
-def test_without_a_choice_it_is_self_refinement(settings: dict[str, object]) -> None:
-    model = scored_model()
+def test_without_a_choice_it_is_self_refinement(settings: dict[str, object], last_layer: bool) -> None:
+    model = scored_model(last_layer=last_layer)
     plain = texts(run(model, "self-refine", requests()))
     assert texts(run(model, "best-of-n", requests(**{"tau": 5.0, **settings}))) == plain
     assert texts(run(model, "best-of-n", requests(tau=5.0))) != plain, "the scorer does change something"
 
 
+@pytest.mark.parametrize("last_layer", [False, True])
 @pytest.mark.parametrize(
-    "settings", [{}, {"select": "gumbel", "tau": 0.5}, {"temperature": 1.0}, {"width": 20, "swaps": 4}]
+    "settings",
+    [
+        {},
+        {"select": "gumbel", "tau": 0.5},
+        {"temperature": 1.0},
+        {"width": 20, "swaps": 4},
+        {"candidates": "sampled", "select": "gumbel", "tau": 1.0},
+    ],
 )
-def test_batch_cache_and_fused_commit_change_nothing(settings: dict[str, object]) -> None:
-    model = scored_model()
+def test_batch_cache_and_fused_commit_change_nothing(settings: dict[str, object], last_layer: bool) -> None:
+    model = scored_model(last_layer=last_layer)
     asked = requests(**{"tau": 5.0, **settings})
     together = run(model, "best-of-n", asked)
     assert texts(together) == texts([run(model, "best-of-n", [request])[0] for request in asked])
@@ -249,6 +350,31 @@ def test_requests_have_their_own_width_and_weight() -> None:
         replace(request, width=w, tau=t)
         for request, w, t in zip(requests(), (1, 2, 4, 8), (5.0, 0.0, 5.0, 1.0), strict=True)
     ]
+    assert texts(run(model, "best-of-n", asked)) == texts([run(model, "best-of-n", [request])[0] for request in asked])
+
+
+def test_a_layer_of_its_own_scores_as_in_training() -> None:
+    """What decoding gives to a candidate is what the packed forward of training gives to the same text."""
+    model, seen = scored_model(last_layer=True), list[Pass]()
+    request = replace(requests(tau=1.0)[0], max_new_tokens=4)
+    run(model, "best-of-n", [request], watch=seen.append)
+    step = seen[1]
+    assert len(step.candidates) == 4
+    texts_ = torch.tensor([[*request.prompt, *ids] for ids in step.candidates])
+    batch = Batch(
+        texts_[:1], torch.zeros(1, 12).int(), torch.arange(12).int()[None], torch.zeros(1, 12, dtype=torch.bool)
+    )
+    logits = proposal(model, batch, SETTINGS, 1).log_softmax(-1)
+    prob = logits.expand(4, -1, -1).gather(-1, texts_[..., None])[..., 0]
+    slots = Slots(texts_[None], prob.exp()[None], torch.zeros(1, 3, dtype=torch.int64))
+    values = prob[:, 8:].sum(-1) + score_slots(model, batch, slots, SETTINGS)[0, 2]
+    torch.testing.assert_close(values, torch.tensor(step.scores), rtol=1e-4, atol=1e-4)
+
+
+def test_requests_may_differ_in_how_candidates_are_found() -> None:
+    model = scored_model()
+    kinds = ("beam", "sampled", "sampled", "beam")
+    asked = [replace(r, candidates=kind) for r, kind in zip(requests(tau=2.0), kinds, strict=True)]  # type: ignore[arg-type]
     assert texts(run(model, "best-of-n", asked)) == texts([run(model, "best-of-n", [request])[0] for request in asked])
 
 
@@ -272,6 +398,7 @@ def test_bad_input() -> None:
         ({"width": 0}, "width is 0"),
         ({"tau": -1.0}, "tau is -1.0"),
         ({"select": "x"}, "select is 'x'"),
+        ({"candidates": "x"}, "candidates is 'x'; use beam or sampled"),
     ):
         with pytest.raises(FredaError, match=message):
             requests(**settings)

@@ -111,7 +111,7 @@ def naive_pass(model: Transformer, clean: list[int], ids: torch.Tensor, alpha: t
         draft_tokens(zero[:, len(clean) :], position[:, len(clean) :], 4),
     )
     x = torch.cat([model.embed_tokens(torch.tensor([clean])), soft_embedding(model, ids, alpha)], dim=1)
-    hidden, _ = model(x, position, make_mask(rows, rows, "sdpa"))
+    hidden, _, _ = model(x, position, make_mask(rows, rows, "sdpa"))
     return model.logits(hidden[:, len(clean) :])
 
 
@@ -122,7 +122,7 @@ def test_autoregressive_equals_argmax_of_the_causal_forward(model: Transformer) 
         position = torch.arange(len(expected))[None]
         rows = clean_tokens(torch.zeros_like(position), position, 1)
         with torch.no_grad():
-            hidden, _ = model(model.embed_tokens(torch.tensor([expected])), position, make_mask(rows, rows, "sdpa"))
+            hidden, _, _ = model(model.embed_tokens(torch.tensor([expected])), position, make_mask(rows, rows, "sdpa"))
         expected.append(int(model.logits(hidden[:, -1]).argmax()))
     asked = [Request(prompt=text, max_new_tokens=7)]
     output = generate(model, METHODS["autoregressive"], MethodConfig(), asked, stop_ids=[])[0]

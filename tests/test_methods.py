@@ -34,7 +34,7 @@ def single_forward_logits(model: Transformer, x: Tensor, batch: Batch, size: int
         draft_tokens(batch.document, batch.position, size), clean_tokens(batch.document, batch.position, size)
     )
     both = torch.cat([x, model.embed_tokens(batch.tokens)], dim=1)
-    hidden, _ = model(both, torch.cat([batch.position] * 2, dim=1), make_mask(tokens, tokens, "sdpa"))
+    hidden, _, _ = model(both, torch.cat([batch.position] * 2, dim=1), make_mask(tokens, tokens, "sdpa"))
     return model.logits(hidden[:, : x.shape[1]])
 
 
@@ -65,7 +65,7 @@ def test_clean_half_as_cache_equals_the_single_forward(model: Transformer, batch
 def test_draft_equal_to_the_clean_text_gives_the_block_causal_forward(model: Transformer, batch: Batch) -> None:
     tokens = clean_tokens(batch.document, batch.position, 4)
     with torch.no_grad():
-        hidden, _ = model(model.embed_tokens(batch.tokens), batch.position, make_mask(tokens, tokens, "sdpa"))
+        hidden, _, _ = model(model.embed_tokens(batch.tokens), batch.position, make_mask(tokens, tokens, "sdpa"))
         doubled = draft_logits(model, model.embed_tokens(batch.tokens), clean_half(model, batch, 4))
     torch.testing.assert_close(doubled, model.logits(hidden))
 

@@ -28,7 +28,7 @@ def blocks(count: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_a_new_scorer_prefers_nothing() -> None:
     fresh = Scorer(tiny_model().config)
-    fresh.init_weights(0)
+    fresh.init_weights(0, tiny_model())
     assert torch.equal(fresh(*blocks()), torch.zeros(3))
 
 

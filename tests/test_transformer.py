@@ -59,10 +59,10 @@ def test_flex_and_sdpa_agree(model: Transformer) -> None:
 def test_past_is_one_forward(model: Transformer) -> None:
     document, position = positions(12)
     tokens, x = masks.clean_tokens(document, position, 4), model.embed_tokens(random_ids(12))
-    whole, everything = model(x, position, make_mask(tokens, tokens, "sdpa"))
+    whole, everything, _ = model(x, position, make_mask(tokens, tokens, "sdpa"))
     first, rest = Tokens(*(v[:, :8] for v in tokens)), Tokens(*(v[:, 8:] for v in tokens))
-    _, past = model(x[:, :8], position[:, :8], make_mask(first, first, "sdpa"))
-    after, new = model(x[:, 8:], position[:, 8:], make_mask(rest, tokens, "sdpa"), past)
+    _, past, _ = model(x[:, :8], position[:, :8], make_mask(first, first, "sdpa"))
+    after, new, _ = model(x[:, 8:], position[:, 8:], make_mask(rest, tokens, "sdpa"), past)
     assert (after - whole[:, 8:]).abs().max() < 1e-5
     for old, later, both in zip(past, new, everything, strict=True):
         assert torch.allclose(torch.cat([old.keys, later.keys], 2), both.keys, atol=1e-5)
@@ -77,8 +77,8 @@ def test_draft_over_the_clean_half_is_the_dual_stream_forward(model: Transformer
     clean_ids, draft_ids = random_ids(16, 1), random_ids(16, 2)
     oracle = run(model, torch.cat([clean_ids, draft_ids], 1), position.repeat(1, 2), both)[:, 16:]
     past: list[KeysValues]
-    _, past = model(model.embed_tokens(clean_ids), position, make_mask(clean, clean, "sdpa"))
-    hidden, _ = model(model.embed_tokens(draft_ids), position, make_mask(draft, both, "sdpa"), past)
+    _, past, _ = model(model.embed_tokens(clean_ids), position, make_mask(clean, clean, "sdpa"))
+    hidden, _, _ = model(model.embed_tokens(draft_ids), position, make_mask(draft, both, "sdpa"), past)
     assert (hidden - oracle).abs().max() < 1e-5
 
 

@@ -163,7 +163,7 @@ def some_ids(tokenizer: Tokenizer) -> Tensor:
 def own_logits(model: Transformer, ids: Tensor) -> Tensor:
     position = torch.arange(ids.shape[1]).expand_as(ids)
     tokens = masks.clean_tokens(torch.zeros_like(ids), position, block_size=1)
-    hidden, _ = model(model.embed_tokens(ids), position, make_mask(tokens, tokens, "sdpa"))
+    hidden, _, _ = model(model.embed_tokens(ids), position, make_mask(tokens, tokens, "sdpa"))
     return model.logits(hidden)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from freda.config import DecodeConfig, MethodConfig, require
-from freda.methods.beam import choose, propose
+from freda.methods.candidates import choose, merge_candidates, propose, sample
 from freda.methods.draft import (
     Candidates,
     Draft,
@@ -31,6 +31,7 @@ from freda.methods.draft import (
     Sampling,
     Search,
     alone,
+    feedback_weight,
     merge,
     predict,
     soft_embedding,
@@ -40,7 +41,8 @@ from freda.methods.method import Method, block_size
 from freda.model.attention import make_mask
 from freda.model.cache import Cache
 from freda.model.masks import Tokens, clean_tokens, concat, draft_tokens
-from freda.model.transformer import Transformer
+from freda.model.scorer import Scorer
+from freda.model.transformer import Forward, KeysValues, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +179,13 @@ class _Loop:
             self._tensor([r.width for r in requests], torch.int64),
             self._tensor([r.swaps for r in requests], torch.int64),
             self._tensor([r.tau for r in requests], torch.float32),
+            self._tensor([r.candidates == "sampled" for r in requests], torch.bool),
             self._tensor([r.select == "gumbel" for r in requests], torch.bool),
             self._tensor([r.seed for r in requests], torch.int64),
         )
         self.most_swaps = max((r.swaps for r in requests), default=0)
         self.draft = self._fresh()
+        self.share: Tensor | None = None  # (R, B, V): what the last pass gave, where candidates are drawn from it
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -208,10 +212,10 @@ class _Loop:
         hidden = self._forward(with_draft=self.method.DRAFTS)
         for text in self.texts:
             text.nfe += 1
-        hidden = self._best(hidden)
+        logits = self.model.logits(self._best(hidden))
         sampling = self.sampling if any(text.request.temperature > 0 for text in self.texts) else None
-        position = self._draft_position()
-        prediction = predict(self.model.logits(hidden), sampling, position, runner_up=self.method.SCORES)
+        prediction = predict(logits, sampling, self._draft_position(), runner_up=self.method.SCORES)
+        self.share = logits.softmax(-1) if self._draws() else None
         self.draft = self.method.update(self.draft, prediction, self.rules)
         return [row for row, closed in enumerate(self.draft.closed.tolist()) if closed]
 
@@ -220,7 +224,15 @@ class _Loop:
         if not self.method.SCORES:
             return alone(*self.method.rows(self.draft, self.config))
         width = max(text.request.width for text in self.texts)
-        return propose(self.draft, self.search, width=width, swaps=self.most_swaps)
+        found = propose(self.draft, self.search, width=width, swaps=self.most_swaps)
+        if self.share is not None:
+            drawn = sample(self.draft, self.share, self.search, self._draft_position(), width=width)
+            found = merge_candidates(self.search.sampled, found, drawn)
+        return found._replace(alpha=feedback_weight(found.alpha, self.config))
+
+    def _draws(self) -> bool:
+        """Does a request want its candidates drawn from the proposal?"""
+        return self.method.SCORES and any(text.request.candidates == "sampled" for text in self.texts)
 
     def _best(self, hidden: Tensor) -> Tensor:
         """The hidden states (R, B, D) of the candidate that goes on, out of those of all, (R, C·B, D)."""
@@ -229,14 +241,15 @@ class _Loop:
         self.winner = torch.zeros(rows, dtype=torch.int64, device=self.device)
         if self.model.scorer is None or not self.method.SCORES:
             return hidden
-        hidden = hidden.view(rows, count, self.size, -1)
+        shape = (rows, count, self.size, -1)
         embedding = self.model.embed_tokens(self.candidates.ids)
         counted = torch.ones_like(self.candidates.ids, dtype=torch.bool).flatten(0, 1)
-        score = self.model.scorer(hidden.flatten(0, 1), embedding.flatten(0, 1), counted).view(rows, count)
+        soft = self.soft.view(shape).flatten(0, 1)
+        score = self.model.scorer(soft, embedding.flatten(0, 1), counted).view(rows, count)
         place = torch.stack([self._draft_position()[:, 0], self.draft.passes], dim=-1)
         self.scores = self.candidates.log_prob + self.search.tau[:, None] * score
         self.winner = choose(self.candidates, score, self.search, place)
-        return hidden[torch.arange(rows, device=self.device), self.winner]
+        return hidden.view(shape)[torch.arange(rows, device=self.device), self.winner]
 
     def _draft_position(self) -> Tensor:
         begin = self._tensor([len(text.clean) for text in self.texts], torch.int64)
@@ -272,16 +285,36 @@ class _Loop:
 
     def _run(self, x: Tensor, position: Tensor, tokens: Tokens, real: Tensor) -> Tensor:
         """The forward itself; what it commits goes into the cache."""
-        backend = self.model.backend
-        if self.cache is None:
-            hidden: Tensor = self.model(x, position, make_mask(tokens, tokens, backend))[0]
-            return hidden
-        mask = make_mask(tokens, concat(self.cache.tokens(self.size), tokens), backend)
-        hidden, new = self.model(x, position, mask, self.cache.past())
-        self.cache.write(new, position[:, : real.shape[1]], real)
-        for text in self.texts:
-            text.stored = len(text.clean)
-        return hidden
+        past = None if self.cache is None else self.cache.past()
+        keys = tokens if self.cache is None else concat(self.cache.tokens(self.size), tokens)
+        out: Forward = self.model(x, position, make_mask(tokens, keys, self.model.backend), past)
+        if self.method.SCORES and x.shape[1] > real.shape[1]:  # not a forward that only commits
+            self.soft = self._soft_channel(out, position, tokens, keys, past, real.shape[1])
+        if self.cache is not None:
+            self.cache.write(out.new, position[:, : real.shape[1]], real)
+            for text in self.texts:
+                text.stored = len(text.clean)
+        return out.hidden
+
+    def _soft_channel(
+        self,
+        out: Forward,
+        position: Tensor,
+        tokens: Tokens,
+        keys: Tokens,
+        past: Sequence[KeysValues] | None,
+        committed: int,
+    ) -> Tensor:
+        """What the scorer sees of the draft part of a forward, which begins after `committed` tokens: (R, C·B, D)."""
+        scorer = self.model.scorer
+        assert isinstance(scorer, Scorer)
+        draft = Tokens(*(part[:, committed:] for part in tokens))
+        seen = KeysValues(*(part[:, :, :committed] for part in out.new[-1]))
+        if past is not None:
+            seen = KeysValues(*(torch.cat(pair, dim=2) for pair in zip(past[-1], seen, strict=True)))
+        out = out._replace(hidden=out.hidden[:, committed:], beneath=out.beneath[:, committed:])
+        mask = make_mask(draft, keys, self.model.backend)
+        return scorer.soft_channel(self.model, out, position[:, committed:], mask, seen)
 
     def show(self, watch: Watch) -> None:
         """Hand the state after a pass to the watcher."""
@@ -307,6 +340,7 @@ class _Loop:
         self.rules = self.rules._replace(passes=self.rules.passes[rows], threshold=self.rules.threshold[rows])
         self.sampling = Sampling(*(part[rows] for part in self.sampling))
         self.search = Search(*(part[rows] for part in self.search))
+        self.share = None if self.share is None else self.share[rows]
         if self.cache is not None:
             self.cache.keep(rows)
 

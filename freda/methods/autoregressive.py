@@ -45,7 +45,8 @@ def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step)
 def next_token_logits(model: Transformer, batch: Batch) -> Tensor:
     """Logits at i for token i+1, (R, L, V): blocks of one token make the clean mask the causal one."""
     tokens = clean_tokens(batch.document, batch.position, block_size=1)
-    hidden, _ = model(model.embed_tokens(batch.tokens), batch.position, make_mask(tokens, tokens, model.backend))
+    mask = make_mask(tokens, tokens, model.backend)
+    hidden = model(model.embed_tokens(batch.tokens), batch.position, mask).hidden
     return model.logits(hidden)
 
 

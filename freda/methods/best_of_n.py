@@ -4,7 +4,7 @@ Stage II training (algorithm 1, M9): the backbone is frozen. For every block the
 independently from the proposal after t passes, are embedded alike, with α = the proposal's probability of each token,
 and scored; the scorer learns to tell the clean one (Eq. bon_loss). Its optimum is the log density ratio between data
 and proposal. Duplicates among the negatives are kept: their gradient vanishes, and leaving them out would bend the
-optimum. Decoding (algorithm 3) is self-refinement whose draft is chosen from the beam (`methods/beam.py`).
+optimum. Decoding (algorithm 3) is self-refinement whose draft is chosen from the beam (`methods/candidates.py`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from torch import Tensor
 
 from freda.config import MethodConfig
 from freda.data.loader import Batch
-from freda.methods.beam import marginal_cost_beam
-from freda.methods.draft import clean_half, predict, soft_embedding
+from freda.methods.candidates import marginal_cost_beam
+from freda.methods.draft import clean_half, draw, feedback_weight, predict, soft_embedding
 from freda.methods.method import Step
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import initial_draft, refine, rows, update
 from freda.model.attention import make_mask
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.scorer import Scorer
-from freda.model.transformer import Transformer
+from freda.model.transformer import Forward, Transformer
 
 __all__ = ["DRAFTS", "REFINES", "SCORES", "labels", "loss", "rows", "update", "validate"]
 
 DRAFTS = True
 REFINES = True
 SCORES = True
+VALIDATED_TAU = (0.0, 0.1, 1.0)
 
 
 class Slots(NamedTuple):
@@ -47,30 +48,56 @@ def labels(batch: Batch, config: MethodConfig) -> Tensor:
 
 
 def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
-    """Eq. bon_loss, summed over the blocks: −s(clean) + log Σ exp s(slot)."""
-    slots = _slots(model, batch, config, step)
-    return _block_losses(slots, score_slots(model, batch, slots, config), batch, config).sum()
+    """Eq. bon_loss, summed over the blocks: −s(clean) + log Σ exp s(slot).
+
+    With beam negatives a block counts only if its clean text is a candidate. The mean over those stands for all blocks,
+    so that the size of a step does not depend on how many they are.
+    """
+    logits = proposal(model, batch, config, step.passes)
+    made = sampled_slots if config.negatives == "sampled" else beam_slots
+    slots = made(logits, batch, config, step)
+    real = _real(batch, config)
+    counted = real & (slots.target >= 0)
+    losses = _block_losses(slots, score_slots(model, batch, slots, config))
+    return torch.where(counted, losses, 0.0).sum() * (real.sum() / counted.sum().clamp_min(1))
 
 
 def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:
-    """NCE, how often the clean text ranks first, and how many blocks have a negative that differs from it."""
-    slots = sampled_slots(model, batch, config, step)
+    """Over all blocks, whatever the negatives of the training were:
+
+    - `loss`: NCE against draws from the proposal; `rank_accuracy`: how often no draw that differs from the clean text
+      scores as high; `true_negatives`: how many blocks have a draw that differs;
+    - `found`: how often the clean text is among the beam's candidates; `choice0`, `choice0.1`, `choice1`: how often it
+      has the highest ℓ + τ·s among the candidates and itself, for these τ. τ = 0 is the proposal without a scorer.
+    """
+    logits, real = proposal(model, batch, config, step.passes), _real(batch, config)
+    slots = sampled_slots(logits, batch, config, step)
     scores = score_slots(model, batch, slots, config)
-    real = labels(batch, config).view(-1, config.block_size)[:, 0].view(slots.target.shape)
-    blocks = _by_block(slots.ids, config)
-    differs = (blocks[:, :, 1:] != blocks[:, :, :1]).any(-1)  # (R, L/B, S-1)
-    wrong = (scores[:, :, 1:] >= scores[:, :, :1]) & differs
-    first = ~wrong.any(-1)
-    return {
-        "loss": _block_losses(slots, scores, batch, config).sum(),
-        "rank_accuracy": (first & real).sum(),
-        "true_negatives": (differs.any(-1) & real).sum(),
+    wrong = (scores[:, :, 1:] >= scores[:, :, :1]) & _differs(slots, config)
+    numbers = {
+        "loss": torch.where(real, _block_losses(slots, scores), 0.0),
+        "rank_accuracy": ~wrong.any(-1) & real,
+        "true_negatives": _differs(slots, config).any(-1) & real,
+        **_choices(model, batch, logits, config),
     }
+    return {name: value.sum() for name, value in numbers.items()}
 
 
-def _slots(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Slots:
-    made = sampled_slots if config.negatives == "sampled" else beam_slots
-    return made(model, batch, config, step)
+def _choices(model: Transformer, batch: Batch, logits: Tensor, config: MethodConfig) -> dict[str, Tensor]:
+    """The part of `validate` about the choice among {clean text, beam candidates}, for every block."""
+    share, real = logits.softmax(-1), _real(batch, config)
+    ids = torch.cat([batch.tokens[:, None], beam_slots(logits, batch, config).ids], dim=1)
+    prob = _probability(share, ids)
+    slots = Slots(ids, feedback_weight(prob, config), torch.zeros_like(real, dtype=torch.int64))
+    scores = score_slots(model, batch, slots, config)  # (R, L/B, S)
+    likely = _by_block(prob, config).clamp_min(1e-38).log().sum(-1)
+    differs = _differs(slots, config)
+    numbers = {"found": ~differs.all(-1) & real}
+    for tau in VALIDATED_TAU:
+        value = likely + tau * scores
+        lost = (value[:, :, 1:] >= value[:, :, :1]) & differs
+        numbers[f"choice{tau:g}"] = ~lost.any(-1) & real
+    return numbers
 
 
 def proposal(model: Transformer, batch: Batch, config: MethodConfig, passes: int) -> Tensor:
@@ -83,29 +110,28 @@ def proposal(model: Transformer, batch: Batch, config: MethodConfig, passes: int
     return logits
 
 
-def sampled_slots(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Slots:
-    """The clean text in slot 0 and `num_negatives` independent draws from the proposal."""
-    share = proposal(model, batch, config, step.passes).softmax(-1)
-    negatives = [_draw(share, step, number) for number in range(config.num_negatives)]
-    ids = torch.stack([batch.tokens, *negatives], dim=1)
-    alpha = torch.stack([share.gather(-1, text[..., None])[..., 0] for text in ids.unbind(1)], dim=1)
-    blocks = (batch.tokens.shape[0], batch.tokens.shape[1] // config.block_size)
-    return Slots(ids, alpha, torch.zeros(blocks, dtype=torch.int64, device=ids.device))
+def sampled_slots(logits: Tensor, batch: Batch, config: MethodConfig, step: Step) -> Slots:
+    """The clean text in slot 0 and `num_negatives` independent draws from the proposal `logits`."""
+    share = logits.softmax(-1)
+    row = step.row.to(share.device)[:, None, None]
+    place = torch.arange(share.shape[1], device=share.device)[:, None]
+    number = torch.arange(config.num_negatives, device=share.device)
+    drawn = draw(share, uniform(Purpose.NEGATIVES, step.seed, step.step, row, place, number))  # (R, L, n)
+    ids = torch.cat([batch.tokens[:, None], drawn.transpose(1, 2)], dim=1)
+    first = torch.zeros_like(_real(batch, config), dtype=torch.int64)
+    return Slots(ids, feedback_weight(_probability(share, ids), config), first)
 
 
-def _draw(share: Tensor, step: Step, number: int) -> Tensor:
-    """One text drawn from `share` (R, L, V), by inverting the distribution at keyed uniform numbers."""
-    row = step.row.to(share.device)[:, None]
-    place = torch.arange(share.shape[1], device=share.device)
-    point = uniform(Purpose.NEGATIVES, step.seed, step.step, row, place, number)
-    heights = share.cumsum(-1)
-    drawn = torch.searchsorted(heights, (point * heights[..., -1])[..., None])[..., 0]
-    return drawn.clamp_max(share.shape[-1] - 1)
+def _probability(share: Tensor, ids: Tensor) -> Tensor:
+    """The probability (R, S, L) that `share` (R, L, V) gives to each token of the texts `ids`."""
+    return share.gather(-1, ids.transpose(1, 2)).transpose(1, 2)
 
 
-def beam_slots(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Slots:
-    """The ablation of M9: beam candidates and no extra slot, so a block counts only if its clean text is among them."""
-    logits = proposal(model, batch, config, step.passes)
+def beam_slots(logits: Tensor, batch: Batch, config: MethodConfig, step: Step | None = None) -> Slots:
+    """The ablation of M9: beam candidates and no extra slot, so a block counts only if its clean text is among them.
+
+    Nothing is random here: `step` has no part in it.
+    """
     size, width = config.block_size, 1 + config.num_negatives
     top = predict(logits.view(-1, size, logits.shape[-1]), runner_up=True)
     free = torch.ones_like(top.ids, dtype=torch.bool)
@@ -116,15 +142,15 @@ def beam_slots(model: Transformer, batch: Batch, config: MethodConfig, step: Ste
     target = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
     shape = (batch.tokens.shape[0], -1, width, size)
     ids, alpha = (part.view(shape).transpose(1, 2).flatten(2) for part in (found.ids, found.alpha))
-    return Slots(ids, alpha, target.view(batch.tokens.shape[0], -1))
+    return Slots(ids, feedback_weight(alpha, config), target.view(batch.tokens.shape[0], -1))
 
 
 def score_slots(model: Transformer, batch: Batch, slots: Slots, config: MethodConfig) -> Tensor:
     """One packed forward [slot_1 | ... | slot_S] over the clean text, then the scorer: scores (R, L/B, S)."""
     scorer = model.scorer
     assert isinstance(scorer, Scorer)
+    hidden = _packed_hidden(model, scorer, batch, slots, config)
     with torch.no_grad():
-        hidden = _packed_hidden(model, batch, slots, config)
         embedding = model.embed_tokens(slots.ids)
     rows, count, length, width = hidden.shape
     blocks = (rows, count, length // config.block_size, config.block_size)
@@ -134,25 +160,36 @@ def score_slots(model: Transformer, batch: Batch, slots: Slots, config: MethodCo
     return scores.transpose(1, 2)
 
 
-def _packed_hidden(model: Transformer, batch: Batch, slots: Slots, config: MethodConfig) -> Tensor:
-    """Hidden states (R, S, L, D) of all slots; slots do not see each other."""
+def _packed_hidden(model: Transformer, scorer: Scorer, batch: Batch, slots: Slots, config: MethodConfig) -> Tensor:
+    """The scorer's soft channel (R, S, L, D) of all slots, which do not see each other. The backbone learns nothing."""
     rows, count, length = slots.ids.shape
     clean = clean_tokens(batch.document, batch.position, config.block_size)
     repeat = (1, count)
     slot = torch.arange(count, device=batch.tokens.device).repeat_interleave(length).expand(rows, -1)
     document, position = batch.document.repeat(repeat), batch.position.repeat(repeat)
     draft = draft_tokens(document, position, config.block_size, slot)
-    _, past = model(model.embed_tokens(batch.tokens), batch.position, make_mask(clean, clean, model.backend))
-    x = soft_embedding(model, slots.ids.flatten(1), slots.alpha.flatten(1), rescale=config.rescale)
-    hidden: Tensor = model(x, position, make_mask(draft, concat(clean, draft), model.backend), past)[0]
-    return hidden.view(rows, count, length, -1)
+    mask = make_mask(draft, concat(clean, draft), model.backend)
+    with torch.no_grad():
+        past = model(model.embed_tokens(batch.tokens), batch.position, make_mask(clean, clean, model.backend)).new
+        x = soft_embedding(model, slots.ids.flatten(1), slots.alpha.flatten(1), rescale=config.rescale)
+        out: Forward = model(x, position, mask, past)
+    return scorer.soft_channel(model, out, position, mask, past[-1]).view(rows, count, length, -1)
 
 
-def _block_losses(slots: Slots, scores: Tensor, batch: Batch, config: MethodConfig) -> Tensor:
-    """−log softmax of the clean slot, 0 for padding and for blocks without one: (R, L/B) fp32."""
-    real = labels(batch, config).view(-1, config.block_size)[:, 0].view(slots.target.shape) & (slots.target >= 0)
-    picked = scores.float().log_softmax(-1).gather(-1, slots.target.clamp_min(0)[..., None])[..., 0]
-    return torch.where(real, -picked, 0.0)
+def _block_losses(slots: Slots, scores: Tensor) -> Tensor:
+    """−log softmax of the clean slot, (R, L/B) fp32; without meaning where there is none."""
+    return -scores.float().log_softmax(-1).gather(-1, slots.target.clamp_min(0)[..., None])[..., 0]
+
+
+def _real(batch: Batch, config: MethodConfig) -> Tensor:
+    """Which blocks are text and not padding, (R, L/B) bool."""
+    return (batch.document >= 0)[:, :: config.block_size]
+
+
+def _differs(slots: Slots, config: MethodConfig) -> Tensor:
+    """Which texts of the slots after the first are not the first one's, (R, L/B, S-1)."""
+    blocks = _by_block(slots.ids, config)
+    return (blocks[:, :, 1:] != blocks[:, :, :1]).any(-1)
 
 
 def _by_block(ids: Tensor, config: MethodConfig) -> Tensor:

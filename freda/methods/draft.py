@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from freda.config import MethodConfig
 from freda.data.loader import Batch
 from freda.methods.noise import Purpose, gumbel
 from freda.model.attention import Mask, make_mask
@@ -57,6 +58,7 @@ class Search(NamedTuple):
     width: Tensor  # (N,) int64: N, most candidates
     swaps: Tensor  # (N,) int64: R, most positions a candidate changes
     tau: Tensor  # (N,) fp32: τ, weight of the scorer
+    sampled: Tensor  # (N,) bool: candidates are draws from the proposal instead of its cheapest changes
     gumbel: Tensor  # (N,) bool: choose by chance, with Gumbel noise, instead of the best
     seed: Tensor  # (N,) int64
 
@@ -75,8 +77,8 @@ class Candidates(NamedTuple):
 
     ids: Tensor  # (N, C, B) int64
     alpha: Tensor  # (N, C, B) fp32: weight against BLANK, the proposal's probability of each token
-    log_prob: Tensor  # (N, C) fp32: ℓ, sum of log-probabilities over the free positions
-    valid: Tensor  # (N, C) bool
+    log_prob: Tensor  # (N, C) fp32: ℓ, sum of log-probabilities over the free positions; if drawn, log of how often
+    valid: Tensor  # (N, C) bool; the valid ones come first
 
 
 def start(ids: Tensor, given: Tensor, blank_id: int) -> Draft:
@@ -119,6 +121,11 @@ def leftmost_run(confident: Tensor) -> Tensor:
     return confident.cumprod(-1).bool()
 
 
+def feedback_weight(prob: Tensor, config: MethodConfig) -> Tensor:
+    """α of shown tokens of probability `prob` (M5): that probability, or 1 with hard feedback. BLANK's 0 stays 0."""
+    return (prob > 0).float() if config.feedback == "hard" else prob
+
+
 def soft_embedding(model: Transformer, ids: Tensor, alpha: Tensor, *, rescale: bool = False) -> Tensor:
     """Eq. soft_prediction_embedding: α·E(x̂) + (1−α)·E(BLANK), (..., D). Exact at α = 0 and α = 1.
 
@@ -154,6 +161,13 @@ def predict(
     return Prediction(ids, prob, second.indices, second.values.exp())
 
 
+def draw(share: Tensor, point: Tensor) -> Tensor:
+    """Tokens (..., S) drawn from `share` (..., V), by inverting the distribution at uniform `point`s (..., S)."""
+    heights = share.cumsum(-1)
+    drawn = torch.searchsorted(heights, point * heights[..., -1:])
+    return drawn.clamp_max(share.shape[-1] - 1)
+
+
 def _sampled_logits(logits: Tensor, sampling: Sampling, position: Tensor) -> Tensor:
     """Logits whose argmax is a sample. The noise belongs to (seed, position): the same in every pass, or tokens would
     flicker from pass to pass, and independent of the rest of the batch."""
@@ -184,14 +198,13 @@ def clean_half(model: Transformer, batch: Batch, block_size: int) -> CleanHalf:
     """Run the clean half once; `t` passes then cost t more halves instead of t whole `[draft, clean]` forwards."""
     clean = clean_tokens(batch.document, batch.position, block_size)
     draft = draft_tokens(batch.document, batch.position, block_size)
-    _, past = model(model.embed_tokens(batch.tokens), batch.position, make_mask(clean, clean, model.backend))
+    past = model(model.embed_tokens(batch.tokens), batch.position, make_mask(clean, clean, model.backend)).new
     return CleanHalf(past, make_mask(draft, concat(clean, draft), model.backend), batch.position)
 
 
 def draft_logits(model: Transformer, x: Tensor, clean: CleanHalf) -> Tensor:
     """One pass over the draft half: embeddings x (R, L, D) to logits (R, L, V)."""
-    hidden, _ = model(x, clean.position, clean.mask, clean.past)
-    return model.logits(hidden)
+    return model.logits(model(x, clean.position, clean.mask, clean.past).hidden)
 
 
 def label_loss(logits: Tensor, batch: Batch) -> Tensor:

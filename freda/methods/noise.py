@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     PASSES = 5
     SELECTION = 6
     NEGATIVES = 7
+    CANDIDATES = 8
 
 
 def uniform(purpose: Purpose, *counters: Tensor | int) -> Tensor:

@@ -21,6 +21,7 @@ from freda.methods.draft import (
     advance,
     clean_half,
     draft_logits,
+    feedback_weight,
     label_loss,
     leftmost_run,
     predict,
@@ -109,9 +110,7 @@ def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step)
 
 def rows(draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:
     """Eq. soft_prediction_embedding's α (M5): the probability of the shown token; 1 for given tokens."""
-    alpha = draft.prob
-    if config.feedback == "hard":
-        alpha = (alpha > 0).float()
+    alpha = feedback_weight(draft.prob, config)
     if config.committed_hard:
         alpha = torch.where(draft.committed, 1.0, alpha)
     return draft.ids, alpha

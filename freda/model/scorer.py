@@ -4,6 +4,10 @@ Two channels, each RMS-normed: the backbone's hidden states of the candidate (so
 (hard). They are fused by a projection, go through one Qwen3-style layer that sees the block only (positions 0..B−1),
 are averaged over the block and scored by a small MLP (paper, appendix C.2; M19).
 
+The soft channel is what the backbone makes of a candidate, or, with a `last_layer` of the scorer's own, what a trained
+copy of the backbone's last layer makes of it (M9). The copy sees the committed text as the backbone's layer has stored
+it, so that one cache serves both, and the backbone goes on proposing as before.
+
 Shapes: N blocks (one for each candidate), B tokens per block, D width.
 """
 
@@ -15,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from freda.config import ModelConfig
-from freda.model.transformer import Layer, RMSNorm, rotary_angles, rotary_frequencies
+from freda.model.attention import Mask
+from freda.model.transformer import (
+    Forward,
+    KeysValues,
+    Layer,
+    RMSNorm,
+    Transformer,
+    rotary_angles,
+    rotary_frequencies,
+)
 
 
 class Scorer(nn.Module):
@@ -23,8 +36,9 @@ class Scorer(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, backbone: ModelConfig) -> None:
+    def __init__(self, backbone: ModelConfig, *, last_layer: bool = False) -> None:
         super().__init__()
+        self.last_layer = Layer(backbone) if last_layer else None
         config = replace(backbone, qk_norm=True, qkv_bias=False)
         self.soft_norm = RMSNorm(config.dim, config.norm_eps)
         self.hard_norm = RMSNorm(config.dim, config.norm_eps)
@@ -32,6 +46,19 @@ class Scorer(nn.Module):
         self.layer = Layer(config)
         self.mlp = nn.Sequential(nn.Linear(config.dim, config.dim // 2), nn.GELU(), nn.Linear(config.dim // 2, 1))
         self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
+
+    def soft_channel(
+        self, backbone: Transformer, out: Forward, position: Tensor, mask: Mask, past: KeysValues | None
+    ) -> Tensor:
+        """The hidden states (R, T, D) to be scored of T draft tokens that the backbone has seen as `out`.
+
+        `mask` lets the draft tokens see `past`, the last layer's keys and values of committed text, and themselves.
+        """
+        if self.last_layer is None:
+            return out.hidden
+        seen: Tensor = self.last_layer(out.beneath, rotary_angles(position, backbone.inv_freq), mask, past)[0]
+        normed: Tensor = backbone.norm(seen)
+        return normed
 
     def forward(self, hidden: Tensor, embedding: Tensor, counted: Tensor) -> Tensor:
         """Scores (N,) in fp32 of blocks with `hidden` and `embedding` (N, B, D); `counted` (N, B) are averaged over."""
@@ -44,11 +71,16 @@ class Scorer(nn.Module):
         score: Tensor = self.mlp(pooled)[:, 0].float()
         return score
 
-    def init_weights(self, seed: int) -> None:
-        """Random weights; the last layer starts at zero, so that a new scorer prefers nothing."""
+    def init_weights(self, seed: int, backbone: Transformer) -> None:
+        """Random weights; the MLP's last layer starts at zero, so that a new scorer prefers nothing. A last layer of
+        its own starts as the backbone's."""
         generator = torch.Generator().manual_seed(seed)
+        if self.last_layer is not None:
+            self.last_layer.load_state_dict(backbone.layers[-1].state_dict())
         with torch.no_grad():
             for name, weight in sorted(self.named_parameters()):
+                if name.startswith("last_layer."):
+                    continue
                 if name.startswith("mlp.2"):
                     weight.zero_()
                 elif weight.dim() < 2:

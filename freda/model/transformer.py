@@ -30,6 +30,14 @@ class KeysValues(NamedTuple):
     values: Tensor
 
 
+class Forward(NamedTuple):
+    """What a forward over T tokens leaves."""
+
+    hidden: Tensor  # (R, T, D) after the final norm
+    new: list[KeysValues]  # of the tokens, in every layer
+    beneath: Tensor  # (R, T, D): what the last layer was given; a scorer may have a last layer of its own
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in fp32 as the checkpoints were trained."""
 
@@ -131,19 +139,15 @@ class Transformer(nn.Module):
         self.lm_head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
 
-    def forward(
-        self, x: Tensor, position: Tensor, mask: Mask, past: Sequence[KeysValues] | None = None
-    ) -> tuple[Tensor, list[KeysValues]]:
-        """Embeddings x (R, T, D) at `position` (R, T), seeing `past` and each other as `mask` (T over K) allows.
-
-        Returns the hidden states after the final norm (R, T, D) and the keys and values of x in every layer.
-        """
+    def forward(self, x: Tensor, position: Tensor, mask: Mask, past: Sequence[KeysValues] | None = None) -> Forward:
+        """Embeddings x (R, T, D) at `position` (R, T), seeing `past` and each other as `mask` (T over K) allows."""
         rotary = rotary_angles(position, self.inv_freq)
         new = []
         for index, layer in enumerate(self.layers):
+            beneath = x
             x, kept = layer(x, rotary, mask, None if past is None else past[index])
             new.append(kept)
-        return self.norm(x), new
+        return Forward(self.norm(x), new, beneath)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits over the ids below BLANK: (..., D) to (..., blank_id)."""

@@ -125,8 +125,8 @@ def _build(config: ModelConfig, blank_id: int, tensors: Mapping[str, Tensor]) ->
 
 def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Scorer:
     """The Best-of-N scorer beside a model, checked against its width."""
-    scorer = Scorer(config)
     tensors = read_safetensors([path], device, dtype)
+    scorer = Scorer(config, last_layer=any(name.startswith("last_layer.") for name in tensors))
     expected = {name: tuple(tensor.shape) for name, tensor in scorer.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):

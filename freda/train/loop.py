@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from freda import config as config_module
-from freda.config import Config, ModelConfig, require
+from freda.config import Config, MethodConfig, ModelConfig, require
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
@@ -115,10 +115,17 @@ def _freeze_for_scorer(model: Transformer, config: Config) -> None:
     """Stage II: only the scorer learns; a model without one gets a new one."""
     require(bool(config.train.init), "train.init is empty; best-of-n starts from a self-refine model")
     model.requires_grad_(False)
+    wanted = config.method.scorer_layer
     if model.scorer is None:
-        scorer = Scorer(model.config)
-        scorer.init_weights(config.train.seed)
+        scorer = Scorer(model.config, last_layer=wanted)
+        scorer.init_weights(config.train.seed, model)
         model.scorer = scorer
+    assert isinstance(model.scorer, Scorer)
+    require(
+        (model.scorer.last_layer is not None) == wanted,
+        f"method.scorer_layer is {str(wanted).lower()}, but the scorer of {config.train.init} was trained otherwise; "
+        f"set it to {str(not wanted).lower()}, or start from the self-refine model",
+    )
     model.scorer.requires_grad_(True)
 
 
@@ -130,6 +137,8 @@ def _initial_model(config: Config, resume_from: Path | None) -> tuple[Transforme
     if config.train.init:
         loaded = load_model(Path(config.train.init))
         _check_shape(config.model, loaded.model.config)
+        if METHODS[config.method.name].SCORES:
+            _check_proposer(config, loaded.method)
         return loaded.model, loaded.tokenizer
     tokenizer = Tokenizer.load(Path(config.data.path))
     shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=tokenizer.size)
@@ -140,6 +149,18 @@ def _initial_model(config: Config, resume_from: Path | None) -> tuple[Transforme
     model = Transformer(shape, tokenizer.blank_id)
     model.init_weights(config.train.seed)
     return model, tokenizer
+
+
+def _check_proposer(config: Config, found: MethodConfig) -> None:
+    """A scorer judges the drafts of the model it starts from, so it must see them as that model does."""
+    init = config.train.init
+    require(
+        METHODS[found.name].REFINES,
+        f"train.init {init} was trained as {found.name}; best-of-n starts from a self-refine model",
+    )
+    for key in ("block_size", "feedback", "rescale", "committed_hard"):
+        asked, trained = getattr(config.method, key), getattr(found, key)
+        require(asked == trained, f"method.{key} is {asked}, but {init} was trained with {trained}; use the same")
 
 
 def _check_shape(asked: ModelConfig, found: ModelConfig) -> None:

@@ -1,7 +1,12 @@
-"""Candidates for a block, the cheapest changes to its best draft (algorithm 4), and the choice among them (M10).
+"""Candidates for a block and the choice among them (M10).
 
-Pure functions over N blocks at once. A candidate is embedded with α = the proposal's probability of its tokens, like
-any draft; `log_prob` is its proposal score ℓ over the positions that are free.
+Candidates are the cheapest changes to the best draft (algorithm 4), or independent draws from the proposal. Either way
+each is embedded like any draft, with α = the proposal's probability of its tokens. For the beam, `log_prob` is the
+proposal score ℓ over the positions that are free. Draws carry ℓ in their frequency already: equal ones are merged, and
+`log_prob` is the log of how often the text was drawn, so that a choice by Gumbel noise among the distinct texts has the
+very frequencies of one among all draws (Eq. finite_candidate_softmax).
+
+Pure functions over N blocks at once.
 
 Shapes: N blocks, B tokens per block, C candidates, S subsets.
 """
@@ -15,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freda.methods.draft import Candidates, Draft, Prediction, Search
-from freda.methods.noise import Purpose, gumbel
+from freda.methods.draft import Candidates, Draft, Prediction, Search, draw
+from freda.methods.noise import Purpose, gumbel, uniform
 
 
 @functools.cache
@@ -27,7 +32,7 @@ def subsets(block_size: int, most: int) -> tuple[tuple[int, ...], ...]:
 
 
 def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidates:
-    """The candidates of the next pass. `width` and `swaps` bound those of `search`.
+    """The beam's candidates of the next pass. `width` and `swaps` bound those of `search`.
 
     A blank draft has one candidate, itself: it has no second token yet.
     """
@@ -35,6 +40,34 @@ def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidat
     found = marginal_cost_beam(top, ~draft.given, width=width, swaps=search.swaps, most_swaps=swaps)
     rank = torch.arange(found.valid.shape[1], device=draft.ids.device)
     return found._replace(valid=found.valid & (rank < search.width[:, None]))
+
+
+def sample(draft: Draft, share: Tensor, search: Search, position: Tensor, *, width: int) -> Candidates:
+    """`search.width` draws from `share` (N, B, V), the distribution that the last pass gave; the distinct ones.
+
+    `width` bounds those of `search`. Noise belongs to (seed, position, pass, number), `position` being (N, B). A draft
+    without a pass has one candidate, itself.
+    """
+    number = torch.arange(width, device=share.device)
+    counters = (search.seed[:, None, None], position[..., None], draft.passes[:, None, None], number)
+    drawn = draw(share, uniform(Purpose.CANDIDATES, *counters))  # (N, B, C)
+    prob = share.gather(-1, drawn).transpose(1, 2)
+    fixed = (draft.given | (draft.passes == 0)[:, None])[:, None]
+    ids = torch.where(fixed, draft.ids[:, None], drawn.transpose(1, 2))  # (N, C, B)
+    alpha = torch.where(fixed, draft.prob[:, None], prob)
+    asked = number < search.width[:, None]
+    same = (ids[:, :, None] == ids[:, None]).all(-1) & asked[:, None]  # (N, C, C)
+    first = asked & (same.int().argmax(-1) == number)
+    found = Candidates(ids, alpha, same.sum(-1).clamp_min(1).float().log(), first)
+    order = (~first).int().argsort(dim=1, stable=True)
+    row = torch.arange(len(ids), device=ids.device)[:, None]
+    return Candidates(*(part[row, order] for part in found))
+
+
+def merge_candidates(take_second: Tensor, first: Candidates, second: Candidates) -> Candidates:
+    """`second` where `take_second` (N,) is true, `first` elsewhere."""
+    pairs = zip(first, second, strict=True)
+    return Candidates(*(torch.where(take_second.view(-1, *[1] * (a.dim() - 1)), b, a) for a, b in pairs))
 
 
 def choose(candidates: Candidates, scores: Tensor, search: Search, place: Tensor) -> Tensor:

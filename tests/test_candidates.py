@@ -1,4 +1,4 @@
-"""The marginal-cost beam against brute force over all subsets."""
+"""Candidates: the marginal-cost beam against brute force over all subsets, and draws from the proposal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freda.methods.beam import marginal_cost_beam, subsets
-from freda.methods.draft import Prediction
+from freda.methods.candidates import choose, marginal_cost_beam, sample, subsets
+from freda.methods.draft import Candidates, Prediction, Search, start
 
 
 def top_two(seed: int, blocks: int, size: int, *, tied: bool = False) -> Prediction:
@@ -90,3 +90,50 @@ def test_width_of_one_is_the_draft_itself(width: int) -> None:
         top_two(4, 5, 4), torch.ones(5, 4).bool(), width=width, swaps=torch.full((5,), 2), most_swaps=2
     )
     assert found.ids.shape == (5, width, 4)
+
+
+# -- draws from the proposal -----------------------------------------------------------------------------------------
+
+
+def drawn(count: int, width: int, has_prefix: bool = False, passes: int = 1) -> tuple[Candidates, torch.Tensor]:
+    """Candidates of `count` equal blocks of two tokens, out of nine texts, and the distribution they come from."""
+    share = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3]]).expand(count, -1, -1)
+    ids = torch.zeros(count, 2, dtype=torch.int64)
+    prefix = torch.tensor([has_prefix, False]).expand(count, -1)
+    draft = start(ids + 2, prefix, 7)._replace(passes=torch.full((count,), passes))
+    full = torch.full((count,), width)
+    no = torch.zeros(count, dtype=torch.bool)
+    search = Search(full, full, torch.zeros(count), ~no, ~no, torch.arange(count))
+    position = torch.tensor([[4, 5]]).expand(count, -1)
+    return sample(draft, share, search, position, width=width), share
+
+
+def test_drawn_candidates_are_distinct_and_know_how_often_they_were_drawn() -> None:
+    found, share = drawn(400, 5)
+    for ids, alpha, weight, valid in zip(*(part.tolist() for part in found), strict=True):
+        real = [tuple(text) for text, ok in zip(ids, valid, strict=True) if ok]
+        assert len(set(real)) == len(real) and valid == sorted(valid, reverse=True)
+        assert round(sum(math.exp(w) for w, ok in zip(weight, valid, strict=True) if ok)) == 5
+        for text, shown in zip(real, alpha, strict=False):
+            assert shown == pytest.approx([share[0, 0, text[0]].item(), share[0, 1, text[1]].item()])
+
+
+def test_choosing_among_distinct_draws_is_choosing_among_all() -> None:
+    """With τ = 0 the Gumbel choice among N draws is one draw from the proposal, however equal ones were merged."""
+    count = 20_000
+    found, share = drawn(count, 4)
+    no = torch.zeros(count, dtype=torch.bool)
+    search = Search(no.long(), no.long(), torch.zeros(count), ~no, ~no, torch.arange(count))
+    winner = choose(found, torch.zeros(count, 4), search, torch.zeros(count, 2, dtype=torch.int64))
+    text = found.ids[torch.arange(count), winner]
+    frequency = (3 * text[:, 0] + text[:, 1]).bincount(minlength=9) / count
+    assert (frequency.view(3, 3) - share[0, 0][:, None] * share[0, 1]).abs().max() < 0.012
+
+
+def test_given_tokens_and_blank_drafts_are_not_drawn() -> None:
+    found, _ = drawn(50, 3, has_prefix=True)
+    assert (found.ids[..., 0] == 2).all() and (found.alpha[..., 0] == 1).all()
+    assert found.ids[..., 1].unique().tolist() == [0, 1, 2]
+    blank, _ = drawn(50, 3, passes=0)
+    assert (blank.ids[:, 0] == 7).all() and (blank.alpha == 0).all()
+    assert blank.valid.sum(-1).tolist() == [1] * 50
