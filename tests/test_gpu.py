@@ -14,33 +14,53 @@ from freda.data.prepare import prepare
 from freda.decode.generate import Request, generate
 from freda.methods import METHODS
 from freda.methods.method import Step
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer
 from freda.train import loop
 from tests.conftest import EOS, packed_batch, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
-@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
+ALL = ["autoregressive", "block-diffusion", "self-refine", "best-of-n"]
+
+
+def model_for(name: str, **shape: object) -> Transformer:
+    """A tiny model; for Best-of-N with a frozen backbone and a scorer that has a last layer of its own."""
+    model = tiny_model(**shape)  # type: ignore[arg-type]
+    if name == "best-of-n":
+        scorer = Scorer(model.config, last_layer=True)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for weight in scorer.parameters():
+                if weight.dim() > 1:
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+        model.requires_grad_(False)
+        model.scorer = scorer
+    return model
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_flex_equals_sdpa_with_gradients(name: str) -> None:
     """The fast attention against the dense one: loss and every gradient, over packed documents and padding."""
     batch = Batch(*(part.cuda() for part in packed_batch([[64, 128, 32], [200, 16], [96]])))
     step = Step(seed=1, step=0, row=torch.arange(3), progress=0.0, passes=2)
     found = {}
     for backend in ("sdpa", "flex"):
-        model = tiny_model(head_dim=32).cuda()
+        model = model_for(name, head_dim=32).cuda()
         model.backend = backend  # type: ignore[assignment]
         loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
         loss.backward()
-        found[backend] = (loss.item(), {n: w.grad for n, w in model.named_parameters()})
+        found[backend] = (loss.item(), {n: w.grad for n, w in model.named_parameters() if w.requires_grad})
     assert found["flex"][0] == pytest.approx(found["sdpa"][0], rel=1e-4)
     for key, gradient in found["sdpa"][1].items():
         error = (found["flex"][1][key] - gradient).norm() / gradient.norm()
         assert error < 2e-3, f"{key}: {error}"
 
 
-@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
+@pytest.mark.parametrize("name", ALL)
 def test_generation_equals_the_cpu(name: str) -> None:
-    model = tiny_model()
+    model = model_for(name)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, EOS, (n,), generator=generator).tolist() for n in (8, 5, 11, 3)]
     asked = [Request(prompt=p, max_new_tokens=20, threshold=0.3, temperature=t) for p in prompts for t in (0.0, 1.0)]
