@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 
 .PHONY: demo test lint format clean
 
-demo: $(INSTALLED)  ## train three small models and watch one refine its drafts
+demo: $(INSTALLED)  ## train four small models and watch one refine its drafts
 	$(BIN)/freda demo
 
 test: lint  ## lint, types and tests

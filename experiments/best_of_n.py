@@ -196,7 +196,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.merge:
         runs = [json.loads(path.read_text()) for path in sorted(options.merge.glob("*/results.json"))]
-        options.results.write_text(json.dumps({"version": __version__, "runs": runs}, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(found) for found in runs)  # a run a line
+        options.results.write_text(f'{{"version": "{__version__}", "runs": [\n{lines}\n]}}\n')
         return
     for setting, seed in itertools.product(options.settings, options.seeds):
         folder = options.out / f"{setting}-{seed}"

@@ -57,7 +57,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the corpus, the weights and all noise.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A few steps only: tries the way, not the models.")] = False,
 ) -> None:
-    """Train three small models on word problems and watch one refine its drafts."""
+    """Train four small models on word problems and watch one refine its drafts."""
     from freda.demo import run_demo
 
     run_demo(out, seed=seed, quick=quick)

@@ -1,8 +1,8 @@
 """`freda demo`: the whole way in a few minutes on two cores.
 
 A corpus of word problems, an autoregressive base, and from the same weights with the same rows one continuation as
-block diffusion and one as self-refinement; then a table of what each gets right with 1 to 4 passes, and three problems
-being refined pass by pass.
+block diffusion and one as self-refinement, which then gets a Best-of-N scorer; then a table of what each gets right
+with 1 to 4 passes, and three problems being refined pass by pass.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Plan:
     model: ModelConfig
     base: TrainConfig
     tuned: TrainConfig  # block diffusion and self-refinement alike
+    scorer: TrainConfig  # Best-of-N, on top of self-refinement
     test_problems: int
 
 
@@ -63,6 +64,7 @@ def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
         seed=seed,
         keep=1,
     )
+    tuned = replace(base, steps=600, group_rows=4, lr=3e-3, warmup_steps=10, init=str(out / "autoregressive"))
     plan = Plan(
         corpus=CorpusConfig(
             problems=30_000, steps=2, max_number=99, max_change=9, carry=False, varied=False, seed=seed
@@ -70,7 +72,8 @@ def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
         data=DataConfig(path=str(out / "data"), seq_len=192),
         model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, head_dim=32, ffn_dim=384),
         base=base,
-        tuned=replace(base, steps=600, group_rows=4, lr=3e-3, warmup_steps=10, init=str(out / "autoregressive")),
+        tuned=tuned,
+        scorer=replace(tuned, steps=150, batch_rows=4, group_rows=2, lr=1e-3, init=str(out / "self-refine")),
         test_problems=500,
     )
     if not quick:
@@ -80,6 +83,7 @@ def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
         corpus=replace(plan.corpus, problems=300, validation_problems=64),
         base=replace(plan.base, steps=3, warmup_steps=1),
         tuned=replace(plan.tuned, steps=3, warmup_steps=1),
+        scorer=replace(plan.scorer, steps=3, warmup_steps=1),
         test_problems=8,
     )
 
@@ -88,18 +92,19 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     """Everything: the table and the drafts on stdout, progress on stderr."""
     begun, plan, console = time.perf_counter(), make_plan(out, seed, quick=quick), Console(highlight=False)
     _clear(out)
-    say("1/5 writing a corpus of word problems")
+    say("1/6 writing a corpus of word problems")
     prepare(plan.corpus, out / "data")
     models = {}
     stages: list[tuple[MethodName, TrainConfig]] = [
         ("autoregressive", plan.base),
         ("block-diffusion", plan.tuned),
         ("self-refine", plan.tuned),
+        ("best-of-n", plan.scorer),
     ]
     for number, (name, settings) in enumerate(stages, start=2):
-        say(f"{number}/5 training: {name}")
+        say(f"{number}/6 training: {name}")
         models[name] = _train(plan, out / name, name, settings)
-    say(f"5/5 solving {plan.test_problems} held-out problems with 1 to 4 passes")
+    say(f"6/6 solving {plan.test_problems} held-out problems with 1 to 4 passes")
     test = list(itertools.islice(problems_of(plan.corpus, "test"), plan.test_problems))
     rows = [row for name, loaded in models.items() for row in _scores(name, loaded, test)]
     console.print(_table(rows, plan.test_problems))
@@ -120,7 +125,7 @@ def say(message: str) -> None:
 
 def _clear(out: Path) -> None:
     """Start anew where an earlier demo was, removing what it made and nothing else."""
-    made = {"data", "autoregressive", "block-diffusion", "self-refine", RESULTS, MARKER}
+    made = {"data", "autoregressive", "block-diffusion", "self-refine", "best-of-n", RESULTS, MARKER}
     found = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if found - made or (found and MARKER not in found):
         raise FredaError(f"{out} holds {min(found - made or found)}, which no demo made; choose another folder: --out")
@@ -142,10 +147,11 @@ def _train(plan: Plan, folder: Path, name: MethodName, settings: TrainConfig) ->
 def _scores(name: str, loaded: LoadedModel, test: list[Problem]) -> list[dict[str, Any]]:
     """One row of the table for each number of passes."""
     rows = []
-    for passes in (1,) if name == "autoregressive" else PASSES:
+    scores = METHODS[loaded.method.name].SCORES
+    for passes in (1,) if name == "autoregressive" else PASSES[1:] if scores else PASSES:
         settings = {"passes": passes, "threshold": THRESHOLD, "max_new_tokens": LONGEST_SOLUTION}
         score, _ = exact_match(loaded, test, settings)
-        accuracy = token_accuracy(loaded, test, passes)
+        accuracy = None if scores else token_accuracy(loaded, test, passes)  # it is one of drafts without a choice
         rows.append({"method": name, **settings, **asdict(score), "token_accuracy": accuracy})
     return rows
 
@@ -161,7 +167,7 @@ def _table(rows: list[dict[str, Any]], count: int) -> Table:
             row["method"],
             "-" if row["method"] == "autoregressive" else str(row["passes"]),
             f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f}",
-            f"{100 * row['token_accuracy']:.1f}",
+            "-" if row["token_accuracy"] is None else f"{100 * row['token_accuracy']:.1f}",
             f"{row['tpf']:.2f}",
         )
     return table

@@ -144,6 +144,7 @@ def test_demo_the_quick_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("autoregressive", 1),
         *(("block-diffusion", n) for n in (1, 2, 3, 4)),
         *(("self-refine", n) for n in (1, 2, 3, 4)),
+        *(("best-of-n", n) for n in (2, 3, 4)),
     ]
     for folder in (tmp_path / "mine", out):  # a folder of the user's, and one that the user has put something into
         folder.mkdir(exist_ok=True)
