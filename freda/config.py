@@ -1,8 +1,7 @@
 """Every knob of `freda`: frozen dataclasses, one per stage, read from TOML with `section.key=value` overrides.
 
-A run is described by one `Config`. Functions get the section they need, never the whole. A key that does not exist
-fails and names the nearest one that does; a value of the wrong type fails and says which type is wanted. The resolved
-config is written beside every run (`dump`), which is enough to repeat or resume it.
+A run is described by one `Config`. Functions get the section they need, never the whole. The resolved config is written
+beside every run (`dump`), which is enough to repeat or resume it. How tables become dataclasses is in `sections`.
 
 `docs/config.md` is made from the help texts here: `python -m freda.config > docs/config.md`.
 """
@@ -10,16 +9,15 @@ config is written beside every run (`dump`), which is enough to repeat or resume
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from freda.errors import FredaError
+from freda.errors import FredaError, require
+from freda.sections import NAMED, apply_override, build, toml_value
 
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 MethodName = Literal["autoregressive", "block-diffusion", "self-refine", "best-of-n"]
@@ -28,12 +26,6 @@ MethodName = Literal["autoregressive", "block-diffusion", "self-refine", "best-o
 def knob(default: Any, help: str) -> Any:
     """A config field: its default and the one line that documents it."""
     return dataclasses.field(default=default, metadata={"help": help})
-
-
-def require(condition: bool, message: str) -> None:
-    """Reject a value the user can fix."""
-    if not condition:
-        raise FredaError(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +56,73 @@ class CorpusConfig:
             f"corpus.max_change is {self.max_change}; use 2 or more, or 0 for no limit",
         )
         require(self.align >= 1, f"corpus.align is {self.align}; use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentsConfig:
+    """`[benchmark.NAME]`: where texts lie. Text of benchmarks is kept out of the training data."""
+
+    kind: Literal["jsonl", "parquet", "table", "text", "code", "huggingface", "datatrove", "sums"] = knob(
+        "jsonl", "how to read it; sums is the embedded generator, see [corpus]"
+    )
+    path: str = knob("", "file, folder or tar archive, from --data; huggingface: name; code: also stdlib, Python's own")
+    files: str = knob("", "which files of a folder or an archive, for example *_train.tsv; empty takes all of the kind")
+    field: str = knob("text", "where the text is: a field, or several as in '{question} {answer}'; a table's by number")
+    config: str = knob("", "huggingface: configuration of the dataset")
+    split: str = knob("train", "huggingface: split of the dataset")
+    revision: str = knob("", "huggingface: commit or tag; empty takes the newest")
+
+    def __post_init__(self) -> None:
+        require(bool(self.path) or self.kind == "sums", "path is empty; name a file, a folder or a dataset")
+        require(bool(self.field), "field is empty; name the field that holds the text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig(DocumentsConfig):
+    """`[source.NAME]`: one stream of documents; as many as you like."""
+
+    share: float = knob(1.0, "part of prepare.tokens; shares are taken relative to their sum")
+    epochs: int = knob(1, "how often the stream may be read when it runs dry; then the run stops")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.share > 0, f"share is {self.share}; use a positive number")
+        require(self.epochs >= 1, f"epochs is {self.epochs}; use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """`[prepare]`: how the documents of all `[source.NAME]` become token shards."""
+
+    tokenizer: str = knob("", "folder of a model or tokenizer; empty trains a new one on the documents")
+    vocab_size: int = knob(8192, "most ids of a new tokenizer, BLANK included")
+    tokens: int = knob(0, "training tokens in all; 0 takes every document once, whatever the shares")
+    parts: int = knob(8, "shard tasks per source: as many processes or machines can share the work")
+    align: int = knob(8, "documents are filled with EOS to a multiple of this (a multiple of the block size)")
+    validation_share: float = knob(0.005, "share of documents held out for validation")
+    longest: int = knob(10_000_000, "longest document in characters; longer ones are dropped and counted")
+    broken_share: float = knob(0.05, "stop when more than this share of a part cannot be read")
+    seed: int = knob(42, "seed of the order of files and of what is held out")
+
+    def __post_init__(self) -> None:
+        for name in ("parts", "align", "longest"):
+            require(getattr(self, name) >= 1, f"prepare.{name} is {getattr(self, name)}; use 1 or more")
+        require(self.tokens >= 0, f"prepare.tokens is {self.tokens}; use 0 (all) or more")
+        for name in ("validation_share", "broken_share"):
+            require(0 <= getattr(self, name) < 1, f"prepare.{name} is {getattr(self, name)}; use 0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecontaminateConfig:
+    """`[decontaminate]`: when a document holds text of a `[benchmark.NAME]` and is dropped."""
+
+    ngram: int = knob(13, "words in a row that give a document away")
+    shortest: int = knob(8, "benchmark texts of fewer words than ngram, but as many as this, count as a whole")
+    threshold: float = knob(0.0, "share of one benchmark text's n-grams that a document must hold; 0: any single one")
+
+    def __post_init__(self) -> None:
+        require(1 <= self.shortest <= self.ngram, f"decontaminate.shortest is {self.shortest}; use 1 to {self.ngram}")
+        require(0 <= self.threshold <= 1, f"decontaminate.threshold is {self.threshold}; use 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +281,10 @@ class Config:
     """One run, resolved."""
 
     corpus: CorpusConfig = CorpusConfig()
+    prepare: PrepareConfig = PrepareConfig()
+    source: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    benchmark: Mapping[str, DocumentsConfig] = dataclasses.field(default_factory=dict)
+    decontaminate: DecontaminateConfig = DecontaminateConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     method: MethodConfig = MethodConfig()
@@ -249,13 +312,13 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Config:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise FredaError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
-        _apply_override(values, override)
+        apply_override(values, override)
     return from_dict(values)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
     """A `Config` from nested dictionaries; unknown keys and wrong types are errors."""
-    config: Config = _build(Config, values, "")
+    config: Config = build(Config, values, "")
     return config
 
 
@@ -273,84 +336,10 @@ def dump(config: Config) -> str:
     """The config as TOML; `load` reads it back to the same value."""
     lines = []
     for section, values in to_dict(config).items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
-        lines.append("")
+        tables = {f"{section}.{name}": table for name, table in values.items()}
+        for title, table in tables.items() if section in NAMED else [(section, values)]:
+            lines += [f"[{title}]", *(f"{key} = {toml_value(value)}" for key, value in table.items()), ""]
     return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + " }"
-    return repr(value)
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not equals or not dot or not key:
-        raise FredaError(f"--set wants section.key=value, for example train.lr=3e-4; got {override!r}")
-    target = values.setdefault(section, {})
-    if isinstance(target, dict):
-        target[key] = _parse_value(text.strip())
-
-
-def _parse_value(text: str) -> Any:
-    """A TOML value; what is not valid TOML is taken as a string, so that paths need no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
-    hints = typing.get_type_hints(kind)
-    for key in values:
-        if key not in hints:
-            raise FredaError(_unknown_key(where, key, hints))
-    arguments = {}
-    for key, value in values.items():
-        hint, name = hints[key], f"{where}{key}"
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, Mapping):
-                raise FredaError(f"{name} is {value!r}; it is a section: write [{name}] and keys below it")
-            arguments[key] = _build(typing.cast(type, hint), value, f"{name}.")
-        else:
-            arguments[key] = _checked(hint, value, name)
-    return kind(**arguments)
-
-
-def _unknown_key(where: str, key: str, hints: Mapping[str, Any]) -> str:
-    kind = "key" if where else "section"
-    near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-    return f"unknown {kind} '{where}{key}'; did you mean '{where}{near[0]}'? (legal: {', '.join(hints)})"
-
-
-def _checked(hint: Any, value: Any, name: str) -> Any:
-    """`value` as type `hint`, or an error that names both."""
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        require(value in choices, f"{name} is {value!r}; use one of {', '.join(map(str, choices))}")
-        return value
-    if isinstance(hint, types.UnionType):  # only `X | None` is used
-        return value if value is None else _checked(typing.get_args(hint)[0], value, name)
-    if typing.get_origin(hint) is not None:
-        hint = typing.get_origin(hint)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-    require(right, f"{name} is {value!r} ({type(value).__name__}); it must be {_type_name(hint)}")
-    return value
-
-
-def _type_name(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-    return names.get(hint, "a table")
 
 
 # -- documentation ---------------------------------------------------------------------------------------------------
@@ -366,9 +355,10 @@ def reference() -> str:
     ]
     for section in dataclasses.fields(Config):
         kind = typing.get_type_hints(Config)[section.name]
+        kind = typing.get_args(kind)[1] if section.name in NAMED else kind
         lines += ["", f"## {(kind.__doc__ or '').strip()}", "", "| key | default | meaning |", "|---|---|---|"]
         for field in dataclasses.fields(kind):
-            default = "none" if field.default is None else _toml(field.default)
+            default = "none" if field.default is None else toml_value(field.default)
             lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
     return "\n".join(lines)
 

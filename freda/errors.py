@@ -13,3 +13,9 @@ class FredaError(Exception):
 def missing_package(package: str, extra: str) -> FredaError:
     """The error for an optional dependency that is not installed."""
     return FredaError(f"this needs the package '{package}', which is not installed; run: pip install 'freda[{extra}]'")
+
+
+def require(condition: bool, message: str) -> None:
+    """Reject a value the user can fix."""
+    if not condition:
+        raise FredaError(message)

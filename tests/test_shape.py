@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import what stands on a line before its own, and from its own folder.
 LAYERS = (
     {"errors"},
+    {"sections"},
     {"config"},
     {"data"},
     {"model"},

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from freda.config import DecodeConfig, MethodConfig, require
+from freda.config import DecodeConfig, MethodConfig
+from freda.errors import require
 from freda.methods.candidates import choose, merge_candidates, propose, sample
 from freda.methods.draft import (
     Candidates,

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from freda import config as config_module
-from freda.config import Config, MethodConfig, ModelConfig, require
+from freda.config import Config, MethodConfig, ModelConfig
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 from freda.methods import METHODS
 from freda.methods.method import Method, Step
 from freda.model.attention import pick_backend

@@ -1,0 +1,116 @@
+"""Dataclasses as TOML sections: built with checks, overridden from the command line, written back.
+
+A key that does not exist fails and names the nearest one that does; a value of the wrong type fails and says which type
+is wanted. What the sections are is in `config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from freda.errors import FredaError, require
+
+NAMED = ("source", "benchmark")  # sections of many tables, each with a name of the user's: [source.math]
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {toml_value(v)}" for key, v in value.items()) + " }"
+    return repr(value)
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Put `section.key=value` into nested dictionaries."""
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not sections or not all((*sections, key)):
+        raise FredaError(f"--set wants section.key=value, for example train.lr=3e-4; got {override!r}")
+    target: Any = values
+    for section in sections:
+        target = target.setdefault(section, {}) if isinstance(target, dict) else None
+    if isinstance(target, dict):
+        target[key] = _parse_value(text.strip())
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value; what is not valid TOML is taken as a string, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from a table; `where` is the table's name with a dot behind, or empty for the whole file."""
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            raise FredaError(_unknown_key(where, key, hints))
+    arguments = {}
+    for key, value in values.items():
+        hint, name = hints[key], f"{where}{key}"
+        if dataclasses.is_dataclass(hint):
+            arguments[key] = _section(typing.cast(type, hint), value, name)
+        elif not where and key in NAMED:
+            tables = value if isinstance(value, Mapping) else {"NAME": value}
+            kind_ = typing.get_args(hint)[1]
+            arguments[key] = {title: _section(kind_, table, f"{name}.{title}") for title, table in tables.items()}
+        else:
+            arguments[key] = _checked(hint, value, name)
+    return kind(**arguments)
+
+
+def _section(kind: type, values: Any, name: str) -> Any:
+    """One section as its dataclass. Sections that carry a name of the user's say it in their errors."""
+    if not isinstance(values, Mapping):
+        raise FredaError(f"{name} is {values!r}; it is a section: write [{name}] and keys below it")
+    if name.partition(".")[0] not in NAMED:
+        return build(kind, values, f"{name}.")
+    require(
+        name.rpartition(".")[2].replace("-", "").replace("_", "").isalnum(),
+        f"[{name}] has a name that is no file name; use letters, digits, - and _",
+    )
+    try:
+        return build(kind, values, f"{name}.")
+    except FredaError as error:
+        raise FredaError(str(error) if name in str(error) else f"{name}: {error}") from None
+
+
+def _unknown_key(where: str, key: str, hints: Mapping[str, Any]) -> str:
+    kind = "key" if where else "section"
+    near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
+    return f"unknown {kind} '{where}{key}'; did you mean '{where}{near[0]}'? (legal: {', '.join(hints)})"
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    """`value` as type `hint`, or an error that names both."""
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        require(value in choices, f"{name} is {value!r}; use one of {', '.join(map(str, choices))}")
+        return value
+    if isinstance(hint, types.UnionType):  # only `X | None` is used
+        return value if value is None else _checked(typing.get_args(hint)[0], value, name)
+    if typing.get_origin(hint) is not None:
+        hint = typing.get_origin(hint)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+    require(right, f"{name} is {value!r} ({type(value).__name__}); it must be {_type_name(hint)}")
+    return value
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    return names.get(hint, "a table")
