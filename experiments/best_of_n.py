@@ -26,13 +26,13 @@ import torch
 from freda import __version__
 from freda.config import Config, MethodConfig, TrainConfig
 from freda.data.loader import Batch
-from freda.data.prepare import prepare
+from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
 from freda.decode.generate import Output, Pass, Request, generate
 from freda.demo import LONGEST_SOLUTION, THRESHOLD, Plan, make_plan
 from freda.eval.run import score, solution_batch
 from freda.methods import METHODS
-from freda.methods.best_of_n import beam_slots, proposal, score_slots
+from freda.methods.best_of_n import beam_slots, frozen_clean_half, proposal, score_slots
 from freda.model.transformer import pick_device
 from freda.model.weights import LoadedModel, load_model
 from freda.train.loop import train
@@ -63,7 +63,7 @@ def run(setting: str, seed: int, out: Path, device: str, *, quick: bool) -> dict
     if quick:
         plan = replace(plan, base=replace(plan.base, steps=4), tuned=replace(plan.tuned, steps=4))
         stage2 = replace(stage2, steps=4)
-    prepare(plan.corpus, out / "data")
+    prepare_corpus(plan.corpus, out / "data")
     test = list(itertools.islice(problems_of(plan.corpus, "test"), 16 if quick else PROBLEMS))
     trained = [
         ("autoregressive", MethodConfig(name="autoregressive"), plan.base),
@@ -96,7 +96,7 @@ def evaluate(out: Path, test: Sequence[Problem], device: str) -> list[dict[str, 
         loaded = load_model(out / "self-refine", place)
         right, outputs, _ = solve(loaded, test, {"passes": passes})
         plain[passes] = right
-        rows.append({"method": "self-refine", "passes": passes, **asdict(score(right, outputs, 0.0))})
+        rows.append({"method": "self-refine", "passes": passes, **measured(right, outputs)})
     for name in SCORERS:
         loaded = load_model(out / name, place)
         for passes, width, tau in itertools.product(PASSES, WIDTHS, TAUS):
@@ -106,8 +106,15 @@ def evaluate(out: Path, test: Sequence[Problem], device: str) -> list[dict[str, 
             right, outputs, changed = solve(loaded, test, settings)
             pairs = Counter(zip(plain[passes], right, strict=True))
             paired = {"mended": pairs[False, True], "spoiled": pairs[True, False], "changed": changed}
-            rows.append({"method": name, **settings, **asdict(score(right, outputs, 0.0)), **paired})
+            rows.append({"method": name, **settings, **measured(right, outputs), **paired})
     return rows
+
+
+def measured(right: list[bool], outputs: list[Output]) -> dict[str, Any]:
+    """Accuracy and forwards. Not the time: several runs share the machine."""
+    found = asdict(score(right, outputs, 0.0))
+    del found["seconds"]
+    return found
 
 
 def solve(
@@ -152,12 +159,13 @@ def judge(loaded: LoadedModel, test: Sequence[Problem]) -> dict[str, Any]:
     device, tokenizer, size = loaded.model.embed_tokens.weight.device, loaded.tokenizer, loaded.method.block_size
     counts: dict[str, Counter[str]] = {f"{tau:g}": Counter() for tau in TAUS[1:]}
     examples: dict[str, list[list[str]]] = {"mended": [], "spoiled": []}
-    for part in itertools.batched(test, 250) if hasattr(itertools, "batched") else [test]:
-        batch, given = solution_batch(tokenizer, part, size)
+    for first in range(0, len(test), 250):
+        batch, given = solution_batch(tokenizer, test[first : first + 250], size)
         batch, given = Batch(*(piece.to(device) for piece in batch)), given.to(device)
-        logits = proposal(loaded.model, batch, loaded.method, 1)
+        clean = frozen_clean_half(loaded.model, batch, loaded.method)
+        logits = proposal(loaded.model, batch, clean, loaded.method, 1)
         slots = beam_slots(logits, batch, loaded.method)
-        values = score_slots(loaded.model, batch, slots, loaded.method)
+        values = score_slots(loaded.model, batch, clean, slots, loaded.method)
         share = logits.log_softmax(-1).gather(-1, slots.ids.transpose(1, 2))  # (R, L, S)
         likely = share.unflatten(1, (-1, size)).sum(2)
         free = ~given.view(len(given), -1, size).any(-1) & (batch.document >= 0)[:, ::size]

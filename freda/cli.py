@@ -7,6 +7,7 @@ Only this module ends the process.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -63,19 +64,38 @@ def demo(
     run_demo(out, seed=seed, quick=quick)
 
 
-@app.command(epilog="Example: **freda prepare configs/corpus-sums.toml runs/sums/data**")
+@app.command(
+    epilog="Examples: **freda prepare configs/corpus-sums.toml runs/sums/data**; "
+    "**freda prepare configs/data-mini.toml runs/mini/data --data ~/corpora --plan**; on many machines: "
+    "**torchrun --nnodes 4 --nproc-per-node 32 -m freda prepare configs/data-paper.toml /shared/paper**"
+)
 def prepare(
-    config: Annotated[Path, typer.Argument(help="A TOML file with a [corpus] section.")],
+    config: Annotated[Path, typer.Argument(help="A TOML file with [source.NAME] sections, or [corpus].")],
     out: Annotated[Path, typer.Argument(help="Folder for the token shards.")],
+    data: Annotated[Path, typer.Option(help="Folder that relative paths in the config start from.")] = Path(),
+    workers: Annotated[int, typer.Option(help="Processes; 0 takes one per core.")] = 0,
+    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be done and how long it takes.")] = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Turn documents into token shards. At present: the embedded word problems."""
+    """Turn documents into token shards; started again, it goes on where it was."""
     from freda import config as configs
+    from freda.data.estimate import plan_lines
     from freda.data.prepare import prepare as write_shards
+    from freda.data.shards import shard_lines
 
-    manifest = write_shards(configs.load(config, set_).corpus, out)
-    for split, counts in manifest.splits.items():
-        print(f"{split}: {counts.documents:,} documents, {counts.tokens:,} tokens")
+    resolved, processes = configs.load(config, set_), workers or os.cpu_count() or 1
+    if workers < 0:
+        raise FredaError(f"workers is {workers}; use 1 or more, or 0 for one per core")
+    if plan:
+        print("\n".join(plan_lines(resolved, data, processes)))
+        return
+    manifest = write_shards(resolved, out, root=data, workers=processes, note=_note)
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(shard_lines(manifest)))
+
+
+def _note(message: str) -> None:
+    print(f"freda: {message}", file=sys.stderr)
 
 
 @app.command(
@@ -183,14 +203,44 @@ def convert(
         print(f"{name}: {value}")
 
 
-@app.command(epilog="Example: **freda inspect runs/demo/self-refine**")
+bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("data", epilog="Example: **freda bench data configs/data-mini.toml --data ~/corpora**")
+def bench_data(
+    config: Annotated[Path, typer.Argument(help="A TOML file with [source.NAME] sections: where the text is from.")],
+    data: Annotated[Path, typer.Option(help="Folder that relative paths in the config start from.")] = Path(),
+    megabytes: Annotated[float, typer.Option(help="Text to measure on.")] = 50.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    set_: Settings = [],  # noqa: B006
+) -> None:
+    """Documents to shards: tokens per second of one core, beside the tokenizer libraries alone."""
+    from freda import config as configs
+    from freda.bench.data import bench_data as measure
+    from freda.bench.data import table_lines
+
+    found = measure(configs.load(config, set_), data, megabytes)
+    print(json.dumps(found) if as_json else "\n".join(table_lines(found)))
+
+
+@app.command(epilog="Examples: **freda inspect runs/demo/self-refine**; **freda inspect runs/demo/data --rows 2**")
 def inspect(
     path: Annotated[Path, typer.Argument(help="A model folder, a run folder or a folder of token shards.")],
+    rows: Annotated[int, typer.Option(help="Shards: packed rows to show, with documents and blocks marked.")] = 0,
+    seq_len: Annotated[int, typer.Option(help="Shards: tokens per row.")] = 4096,
+    block_size: Annotated[int, typer.Option(help="Shards: tokens per block.")] = 4,
+    histogram: Annotated[Path | None, typer.Option(help="Shards: draw the lengths of documents as a PNG.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Shards: read them all and compare their hashes.")] = False,
 ) -> None:
     """Say what a folder holds."""
-    from freda.describe import describe
+    from freda.describe import describe, describe_shards
 
-    print(describe(path))
+    if (path / "manifest.json").is_file():
+        shown = {"rows": rows, "seq_len": seq_len, "block_size": block_size}
+        print(describe_shards(path, **shown, histogram=histogram, verify=verify))
+    else:
+        print(describe(path))
 
 
 def main() -> NoReturn:

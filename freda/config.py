@@ -9,6 +9,7 @@ beside every run (`dump`), which is enough to repeat or resume it. How tables be
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -95,6 +96,7 @@ class PrepareConfig:
     """`[prepare]`: how the documents of all `[source.NAME]` become token shards."""
 
     tokenizer: str = knob("", "folder of a model or tokenizer; empty trains a new one on the documents")
+    eos: str = knob("", "token that ends documents, for example <|endoftext|>; empty takes the tokenizer's own")
     vocab_size: int = knob(8192, "most ids of a new tokenizer, BLANK included")
     tokens: int = knob(0, "training tokens in all; 0 takes every document once, whatever the shares")
     parts: int = knob(8, "shard tasks per source: as many processes or machines can share the work")
@@ -177,9 +179,9 @@ class MethodConfig:
 
     name: MethodName = knob("self-refine", "autoregressive, block-diffusion, self-refine or best-of-n")
     block_size: int = knob(4, "tokens per block, B")
-    passes: int = knob(3, "self-refine: most passes in training, K; a step runs t ~ Unif{1..K}")
-    feedback: Literal["soft", "hard"] = knob("soft", "self-refine: what the next pass sees of a prediction")
-    rescale: bool = knob(False, "self-refine: rescale the soft embedding to its expected norm (DMax)")
+    passes: int = knob(3, "self-refine, best-of-n: most passes in training, K; a step runs t ~ Unif{1..K}")
+    feedback: Literal["soft", "hard"] = knob("soft", "self-refine, best-of-n: what the next pass sees of a prediction")
+    rescale: bool = knob(False, "self-refine, best-of-n: rescale the soft embedding to its expected norm (DMax)")
     committed_hard: bool = knob(False, "self-refine: show committed positions as hard tokens")
     replacement: Literal["iid", "prefix"] = knob("iid", "self-refine: which blanks show the truth in the first draft")
     replacement_start: float = knob(0.3, "self-refine: share of blanks that show the truth at the start")
@@ -260,17 +262,20 @@ class DecodeConfig:
     tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
     swaps: int = knob(2, "best-of-n: most positions a candidate changes, R")
     candidates: Literal["beam", "sampled"] = knob("beam", "best-of-n: cheapest changes to the draft, or random draws")
-    select: Literal["argmax", "gumbel"] = knob("argmax", "best-of-n: take the best candidate, or choose by chance")
+    select: Literal["argmax", "gumbel"] = knob("argmax", "best-of-n: take the best beam candidate, or choose by chance")
 
     def __post_init__(self) -> None:
-        require(self.width >= 1, f"width is {self.width}; use 1 or more")
-        require(self.tau >= 0, f"tau is {self.tau}; use 0 or more")
+        require(1 <= self.width <= 256, f"width is {self.width}; use 1 to 256")
+        require(0 <= self.tau <= 1e6, f"tau is {self.tau}; use 0 to 1e6")
         require(self.swaps >= 0, f"swaps is {self.swaps}; use 0 or more")
         require(self.candidates in ("beam", "sampled"), f"candidates is {self.candidates!r}; use beam or sampled")
         require(self.select in ("argmax", "gumbel"), f"select is {self.select!r}; use argmax or gumbel")
         require(1 <= self.max_new_tokens <= 2**20, f"max_new_tokens is {self.max_new_tokens}; use 1 to {2**20}")
         require(self.passes >= 1, f"passes is {self.passes}; use 1 or more")
-        require(self.threshold > 0, f"threshold is {self.threshold}; use a probability above 0, or above 1 for never")
+        require(
+            0 < self.threshold < math.inf,
+            f"threshold is {self.threshold}; use a probability above 0, or a number above 1 for never",
+        )
         require(self.temperature >= 0, f"temperature is {self.temperature}; use 0 (greedy) or more")
         require(0 < self.top_p <= 1, f"top_p is {self.top_p}; use a share above 0, at most 1")
         require(abs(self.seed) < 2**63, f"seed is {self.seed}; use a number of at most 63 bits")

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from freda import __version__
 from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, MethodName, ModelConfig, TrainConfig
-from freda.data.prepare import prepare
+from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
 from freda.decode.generate import Pass, Request, generate
 from freda.decode.show import pass_line
@@ -93,7 +93,7 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     begun, plan, console = time.perf_counter(), make_plan(out, seed, quick=quick), Console(highlight=False)
     _clear(out)
     say("1/6 writing a corpus of word problems")
-    prepare(plan.corpus, out / "data")
+    prepare_corpus(plan.corpus, out / "data")
     models = {}
     stages: list[tuple[MethodName, TrainConfig]] = [
         ("autoregressive", plan.base),

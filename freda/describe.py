@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from freda.data.shards import Manifest, Shard
+import numpy as np
+from numpy.typing import NDArray
+
+from freda.data.loader import Loader
+from freda.data.shards import Documents, Manifest, shard_lines
+from freda.data.shards import verify as verify_shards
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
 from freda.model.weights import family_of, load_model
@@ -18,7 +23,7 @@ def describe(path: Path) -> str:
     if not path.exists():
         raise FredaError(f"there is nothing at {path}")
     if (path / "manifest.json").is_file():
-        return _shards(path)
+        return describe_shards(path)
     if (path / "config.toml").is_file():
         return _run(path)
     return _model(path)
@@ -55,12 +60,78 @@ def _run(path: Path) -> str:
     return "\n".join([*lines, _model(path)])
 
 
-def _shards(path: Path) -> str:
+# -- token shards ----------------------------------------------------------------------------------------------------
+
+
+def describe_shards(
+    path: Path,
+    *,
+    rows: int = 0,
+    seq_len: int = 4096,
+    block_size: int = 4,
+    histogram: Path | None = None,
+    verify: bool = False,
+) -> str:
+    """Counts, lengths and, if asked for, packed rows as text, a picture of the lengths, and a check of all hashes."""
     manifest = Manifest.read(path)
-    tokenizer = Tokenizer.load(path)
+    documents, tokenizer = Documents(path, "train", manifest), Tokenizer.load(path)
+    lengths = documents.lengths()
     lines = [f"token shards {path}, documents aligned to {manifest.align}, tokenizer {manifest.tokenizer[:8]}"]
-    for name, split in manifest.splits.items():
-        lines.append(f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens")
-    first = Shard(path, "train", manifest).document(0).tolist()
-    lines.append("  first document: " + "|".join(tokenizer.pieces(first[:SHOWN_TOKENS])))
+    lines += [*shard_lines(manifest), "lengths of training documents, in tokens:", *_histogram_lines(lengths)]
+    if rows:
+        lines += _row_lines(path, tokenizer, rows, seq_len, block_size)
+    else:
+        first = tokenizer.pieces(documents.document(0)[:SHOWN_TOKENS].tolist())
+        lines.append("first document: " + "|".join(first))
+    if histogram is not None:
+        _draw_histogram(lengths, histogram)
+        lines.append(f"wrote {histogram}")
+    if verify:
+        verify_shards(path, manifest)
+        lines.append("all hashes are right")
     return "\n".join(lines)
+
+
+def _histogram_lines(lengths: NDArray[np.int64]) -> list[str]:
+    """Documents by length, in powers of two, as bars."""
+    powers = np.ceil(np.log2(lengths)).astype(int)
+    counts = np.bincount(powers)
+    longest = int(counts.max())
+    return [
+        f"  up to {2**power:>8,} {count:>10,} {'█' * max(1, round(40 * count / longest))}"
+        for power, count in enumerate(counts.tolist())
+        if count
+    ]
+
+
+def _draw_histogram(lengths: NDArray[np.int64], target: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise FredaError("drawing needs the package matplotlib; pip install 'freda[plot]'") from None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.hist(lengths, bins=np.geomspace(lengths.min(), lengths.max() + 1, 60).tolist())
+    axes.set(xscale="log", xlabel="tokens per document", ylabel="documents", title=f"{len(lengths):,} documents")
+    figure.savefig(target)
+
+
+def _row_lines(path: Path, tokenizer: Tokenizer, rows: int, seq_len: int, block_size: int) -> list[str]:
+    """Packed rows as text: ‖ begins a document, | begins a block, · is padding."""
+    loader = Loader(path, "train", seq_len=seq_len, seed=0)
+    lines = [
+        f"{loader.rows:,} rows of {seq_len}, {100 * loader.fullness:.2f}% full; ‖ document, | block of {block_size}"
+    ]
+    for number in range(min(rows, loader.rows)):
+        batch = loader.batch(number, 1)
+        pieces = tokenizer.pieces(batch.tokens[0].tolist())
+        cells = zip(pieces, batch.document[0].tolist(), batch.position[0].tolist(), strict=True)
+        text = "".join(
+            "·" if document < 0 else _border(position, block_size) + piece for piece, document, position in cells
+        )
+        lines += [f"row {number}", text]
+    return lines
+
+
+def _border(position: int, block_size: int) -> str:
+    return "‖" if position == 0 else "|" if position % block_size == 0 else ""

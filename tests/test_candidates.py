@@ -86,10 +86,20 @@ def test_the_order_of_subsets_is_fixed() -> None:
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_width_of_one_is_the_draft_itself(width: int) -> None:
-    found = marginal_cost_beam(
-        top_two(4, 5, 4), torch.ones(5, 4).bool(), width=width, swaps=torch.full((5,), 2), most_swaps=2
-    )
+    top = top_two(4, 5, 4)
+    found = marginal_cost_beam(top, torch.ones(5, 4).bool(), width=width, swaps=torch.full((5,), 2), most_swaps=2)
     assert found.ids.shape == (5, width, 4)
+    assert torch.equal(found.ids[:, 0], top.ids)
+
+
+def test_a_token_sampled_against_the_odds_is_not_switched_back() -> None:
+    """Its runner-up is the likelier token: a change to it would win by ℓ alone, and undo the temperature."""
+    top = Prediction(torch.arange(4)[None], torch.tensor([[0.1, 0.6, 0.0, 0.5]]), torch.arange(4)[None] + 10,
+                     torch.tensor([[0.7, 0.3, 0.9, 0.4]]))  # fmt: skip
+    found = marginal_cost_beam(top, torch.ones(1, 4).bool(), width=8, swaps=torch.tensor([4]), most_swaps=4)
+    real = found.ids[found.valid].tolist()
+    assert real == [[0, 1, 2, 3], [0, 1, 2, 13], [0, 11, 2, 3], [0, 11, 2, 13]]
+    assert found.valid.tolist() == [[True] * 4 + [False] * 4]
 
 
 # -- draws from the proposal -----------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import torch
 
 from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
 from freda.data.loader import Batch
-from freda.data.prepare import prepare
+from freda.data.prepare import prepare_corpus
 from freda.decode.generate import Request, generate
 from freda.methods import METHODS
-from freda.methods.best_of_n import proposal, sampled_slots, score_slots
+from freda.methods.best_of_n import frozen_clean_half, proposal, sampled_slots, score_slots
 from freda.methods.method import Step
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
@@ -68,8 +68,9 @@ def test_flex_equals_sdpa_for_packed_slots() -> None:
     for backend in ("sdpa", "flex"):
         model = model_for("best-of-n", head_dim=32).cuda()
         model.backend = backend  # type: ignore[assignment]
-        slots = slots or sampled_slots(proposal(model, batch, config, 2), batch, config, step)
-        scores = score_slots(model, batch, slots, config)[(batch.document >= 0)[:, ::4]]
+        clean = frozen_clean_half(model, batch, config)
+        slots = slots or sampled_slots(proposal(model, batch, clean, config, 2), batch, config, step)
+        scores = score_slots(model, batch, clean, slots, config)[(batch.document >= 0)[:, ::4]]
         scores.square().sum().backward()  # type: ignore[no-untyped-call]
         gradients = {n: w.grad for n, w in model.named_parameters() if w.requires_grad and w.grad is not None}
         found[backend] = (scores.detach(), gradients)
@@ -94,7 +95,7 @@ def test_generation_equals_the_cpu(name: str) -> None:
 
 
 def test_training_in_bfloat16_with_flex(tmp_path: Path) -> None:
-    prepare(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
+    prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
     base = Config(
         model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),
         data=DataConfig(path=str(tmp_path / "data"), seq_len=192),

@@ -21,7 +21,7 @@ LAYERS = (
     {"methods"},
     {"decode"},
     {"eval", "train"},
-    {"demo", "describe"},
+    {"bench", "demo", "describe"},
     {"cli"},
     {"__main__"},
 )

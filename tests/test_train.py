@@ -19,7 +19,7 @@ import torch
 from freda import config as configs
 from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
 from freda.data.loader import Batch
-from freda.data.prepare import prepare
+from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
 from freda.model.weights import load_model
 from freda.train import checkpoint, loop
@@ -30,7 +30,7 @@ from tests.conftest import tiny_model
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus") / "data"
-    prepare(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), folder)
+    prepare_corpus(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), folder)
     return folder
 
 
@@ -282,7 +282,7 @@ def test_data_and_model_must_fit(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(FredaError, match=r"data.path is empty"):
         loop.setup(replace(config(shards), data=DataConfig(seq_len=96)))
     other = tmp_path / "other"
-    prepare(CorpusConfig(problems=50, validation_problems=4, vocab_size=280), other)
+    prepare_corpus(CorpusConfig(problems=50, validation_problems=4, vocab_size=280), other)
     start(tmp_path / "base", config(shards, "autoregressive", steps=1))
     with pytest.raises(FredaError, match="tokenizer"):
         loop.train(config(other, init=str(tmp_path / "base")), tmp_path / "wrong")

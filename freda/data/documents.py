@@ -175,8 +175,46 @@ def _unpacked(stream: IO[bytes], name: str) -> Any:
             import zstandard
         except ImportError:
             raise FredaError(f"{name} needs the package zstandard; pip install 'freda[data]'") from None
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(stream))
+        return io.BufferedReader(_Chunks(_zstd_chunks(stream, zstandard)))
     return contextlib.nullcontext(stream)
+
+
+def _zstd_chunks(stream: IO[bytes], zstandard: Any) -> Iterator[bytes]:
+    """The unpacked bytes of all frames. The package's own reader takes a file that was cut off for its end."""
+    frame = None
+    try:
+        while chunk := stream.read(1 << 20):
+            while chunk:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(chunk)
+                chunk = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise EOFError(str(error)) from None
+    if frame is not None:
+        raise EOFError("the last frame is not complete")
+
+
+class _Chunks(io.RawIOBase):
+    """A stream of what an iterator yields."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._left = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        """It is for reading."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, or as much of it as there is."""
+        while not self._left:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._left = memoryview(chunk)
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
 
 
 # -- one file as records ---------------------------------------------------------------------------------------------
@@ -223,14 +261,15 @@ def _lines(file: File) -> Iterator[tuple[int, bytes]]:
             number += 1
             yield number, line
             while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
-                line = stream.readline(LONGEST_LINE)
+                line = stream.readline(LONGEST_LINE + 1)
 
 
 def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     """CSV or TSV. A field that is a number means a column of a table without header."""
     select = Field(config.field)
     headed = not all(name.isdigit() for name in select.names)
-    delimiter = "\t" if ".tsv" in file.name else ","
+    tabs = ".tsv" in file.name
+    delimiter, quoting = ("\t", csv.QUOTE_NONE) if tabs else (",", csv.QUOTE_MINIMAL)  # in TSV a quote is a character
 
     def parse(number: int, header: list[str] | None, row: list[str]) -> Record:
         where = f"{file}:{number}"
@@ -242,7 +281,7 @@ def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     with _told_if_cut_short(file), _open(file) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         csv.field_size_limit(LONGEST_LINE)
-        rows = csv.reader(text, delimiter=delimiter)
+        rows = csv.reader(text, delimiter=delimiter, quoting=quoting)
         header = next(rows, None) if headed else None
         try:
             for row in rows:
@@ -345,6 +384,15 @@ def _sums(corpus: CorpusConfig) -> Iterator[Document]:
         made = itertools.islice(synthetic.problems_of(corpus, split), count)  # type: ignore[arg-type]
         for number, problem in enumerate(made):
             yield Document(f"problem {number} of {split}", problem.document, split=split)
+
+
+def is_unicode(text: str) -> bool:
+    """False for a text with lone surrogates, which JSON can spell and no encoding can write."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Field:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freda.data.pack import plan
-from freda.data.shards import Manifest, Shard
+from freda.data.shards import Documents, Manifest
 from freda.errors import FredaError
 
 if TYPE_CHECKING:  # training reads ids only: it need not wait for the tokenizer's library
@@ -41,8 +41,8 @@ class Loader:
     def __init__(self, folder: Path, split: str, *, seq_len: int, seed: int) -> None:
         self.manifest = Manifest.read(folder)
         self._folder = folder
-        self._shard = Shard(folder, split, self.manifest)
-        self._lengths = self._shard.lengths()
+        self._documents = Documents(folder, split, self.manifest)
+        self._lengths = self._documents.lengths()
         self._plan = plan(self._lengths, seq_len, self.manifest.align)
         self._seq_len = seq_len
         self._seed = seed
@@ -90,7 +90,7 @@ class Loader:
         begin = 0
         for index, (source, start, length) in enumerate(self._plan.pieces(number)):
             end = begin + length
-            tokens[begin:end] = self._shard.document(source)[start : start + length]
+            tokens[begin:end] = self._documents.document(source)[start : start + length]
             document[begin:end] = index
             position[begin:end] = np.arange(length)
             if start + length == self._lengths[source]:  # only the last piece of a document is filled

@@ -1,112 +1,354 @@
-"""From texts to a folder of token shards: train a tokenizer, encode, write.
+"""`freda prepare`: documents to token shards, by independent tasks.
 
-What is written depends on the source alone, byte for byte. A finished folder is left as it is, an interrupted one is
-started anew, and a folder that holds anything else is refused: nothing of the user's is overwritten.
+    plan the tasks of a wave  →  run them, here in processes or on many machines under torchrun  →  plan the next wave
+
+A source is cut into `parts`; every part first writes its equal share of the source's tokens. Parts that run dry leave a
+gap, which the others fill in the next wave; when all are dry, the source is read again, as often as `epochs` allows.
+What is planned follows from what is done, and what a task writes from its settings: killed at any moment and started
+again, the run goes on and ends with the same bytes. A folder of others is never touched.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import fcntl
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from freda.config import CorpusConfig
-from freda.data import synthetic
-from freda.data.shards import MANIFEST, SPLITS, Manifest, Shard, ShardSplit, ShardWriter, SplitInfo, part_name
-from freda.data.tokenizer import Tokenizer, train_tokenizer
+from freda.config import Config, CorpusConfig, PrepareConfig, SourceConfig
+from freda.data.documents import Document, is_unicode, read
+from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo
+from freda.data.tasks import WORK, Outcome, Task, Worker, description
+from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.errors import FredaError
 
-Progress = Callable[[int, int], None]  # (documents written, documents in all)
-
-TOKENIZER_DOCUMENTS = 10_000  # enough to see every word; more would only take longer
-TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
-SHARD_FILES = {
-    name
-    for final in (MANIFEST, *(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx")))
-    for name in (final, part_name(final))
-}
+TOKENIZER_TEXT = (10_000, 30_000_000)  # documents and characters to learn a tokenizer from; more would only take longer
+Runner = Callable[[Sequence[Task]], Sequence[Outcome]]
+Note = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where documents come from. Another corpus is another function that returns one."""
-
-    description: dict[str, Any]  # what the texts depend on; kept in the manifest, it tells corpora apart
-    counts: Mapping[ShardSplit, int]
-    documents: Callable[[ShardSplit], Iterable[str]]  # the same texts each time it is called
+def prepare_corpus(corpus: CorpusConfig, out: Path) -> Manifest:
+    """The embedded word problems alone."""
+    return prepare(Config(corpus=corpus), out)
 
 
-def word_problems(config: CorpusConfig) -> Source:
-    """The embedded corpus."""
-    counts: dict[ShardSplit, int] = {"train": config.problems, "validation": config.validation_problems}
-
-    def documents(split: ShardSplit) -> Iterable[str]:
-        made = itertools.islice(synthetic.problems_of(config, split), counts[split])
-        return (problem.document for problem in made)
-
-    description = {"kind": "sums", "generator": synthetic.VERSION, **dataclasses.asdict(config)}
-    return Source(description, counts, documents)
-
-
-def prepare(config: CorpusConfig, out: Path, progress: Progress | None = None) -> Manifest:
-    """Write the corpus to the folder `out`, unless it is there already."""
-    source = word_problems(config)
+def prepare(
+    config: Config, out: Path, *, root: Path = Path(), workers: int = 1, note: Note = lambda message: None
+) -> Manifest:
+    """Write the shards of all sources to the folder `out`, unless they are there already."""
+    config = with_sources(config)
     if (out / MANIFEST).exists():
-        return _finished(out, source)
+        return _finished(config, root, out)
     _check_leftovers(out)
-    tokenizer = train_tokenizer(itertools.islice(source.documents("train"), TOKENIZER_DOCUMENTS), config.vocab_size)
-    out.mkdir(parents=True, exist_ok=True)
-    return _write(source, tokenizer, config.align, out, progress or (lambda done, total: None))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with _locked(out) if rank == 0 else contextlib.nullcontext():
+        if rank == 0:
+            _provide_tokenizer(config, root, out)
+        with _runner(config, root, out, workers, world) as (worker, run):
+            if rank == 0 and any(source.kind != "sums" for source in config.source.values()):
+                note(_encoder_note(worker))
+            outcomes = _all_waves(config, run)
+            if rank == 0:
+                return _finish(config, root, out, worker, outcomes)
+    return Manifest(description(config, root), 0, 0, 0, "", {})  # another rank writes the true one
 
 
-def _finished(out: Path, source: Source) -> Manifest:
+def with_sources(config: Config) -> Config:
+    """A config that names no source means the embedded corpus."""
+    if config.source:
+        return config
+    corpus = config.corpus
+    settings = PrepareConfig(vocab_size=corpus.vocab_size, align=corpus.align, parts=1, seed=corpus.seed)
+    return replace(config, prepare=settings, source={"sums": SourceConfig(kind="sums")})
+
+
+def _encoder_note(worker: Worker) -> str:
+    encoder = worker.tools.encoder
+    return f"tokenizing with {encoder.library}" + (f": {encoder.reason}" if encoder.reason else "")
+
+
+# -- planning --------------------------------------------------------------------------------------------------------
+
+
+def budgets(config: Config) -> dict[str, int]:
+    """Training tokens of each source; 0 is all."""
+    whole = sum(source.share for source in config.source.values())
+    return {name: round(config.prepare.tokens * source.share / whole) for name, source in config.source.items()}
+
+
+def next_wave(
+    source: str, budget: int, epochs: int, parts: int, done: Sequence[Mapping[Task, Outcome]]
+) -> tuple[list[Task], str]:
+    """The tasks that a source needs next, given all its finished waves; or none, and if it ran dry a word about it."""
+    if not done:
+        return [Task(source, part, 0, 0, 0, math.ceil(budget / parts)) for part in range(parts)], ""
+    have = sum(outcome.tokens for wave in done for outcome in wave.values())
+    if not budget or have >= budget:
+        return [], ""
+    epoch = max(task.epoch for task in done[-1])
+    last = {task.part: outcome for wave in done for task, outcome in wave.items() if task.epoch == epoch}
+    live = {part: outcome.read for part, outcome in last.items() if not outcome.exhausted}
+    wave = len(done)
+    if not live:
+        in_epoch = sum(o.tokens for tasks in done for task, o in tasks.items() if task.epoch == epoch)
+        if epoch + 1 >= epochs or not in_epoch:
+            needed = f"; {math.ceil(budget / have)} epochs would do" if have else ""
+            return [], f"source.{source} ran dry: {have:,} of {budget:,} tokens after {epoch + 1} epochs{needed}"
+        epoch, live = epoch + 1, dict.fromkeys(range(parts), 0)
+    want = math.ceil((budget - have) / len(live))
+    return [Task(source, part, wave, epoch, skip, want) for part, skip in sorted(live.items())], ""
+
+
+def _all_waves(config: Config, run: Runner) -> dict[str, list[dict[Task, Outcome]]]:
+    """Run every source to its budget, all sources side by side."""
+    wanted, parts = budgets(config), config.prepare.parts
+    done: dict[str, list[dict[Task, Outcome]]] = {name: [] for name in config.source}
+    dry: dict[str, str] = {}
+    while True:
+        tasks = []
+        for name, source in config.source.items():
+            mine, dry[name] = next_wave(name, wanted[name], source.epochs, parts, done[name])
+            tasks += mine
+        if not tasks:
+            break
+        outcomes = dict(zip(tasks, run(tasks), strict=True))
+        for name, found in itertools.groupby(outcomes.items(), key=lambda item: item[0].source):
+            done[name].append(dict(found))
+    messages = [message for message in dry.values() if message]
+    if messages:
+        raise FredaError(
+            f"{'; '.join(messages)}. Raise epochs, lower the share or prepare.tokens, or add documents; "
+            "what is written is kept for the next run"
+        )
+    return done
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _runner(config: Config, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
+    """How tasks are run: in this process, in several, or shared among the processes that torchrun has started."""
+    if world > 1:
+        with _torchrun(config, root, out) as pair:
+            yield pair
+    elif workers == 1:
+        worker = Worker(config, root, out)
+        yield worker, lambda tasks: [worker.run(task) for task in tasks]
+    else:
+        with _pool(config, root, out, workers) as run:
+            yield Worker(config, root, out), run
+
+
+_worker: Worker | None = None  # of a process of the pool
+
+
+def _start_process(config: Config, root: Path, out: Path) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
+    _worker = Worker(config, root, out)
+
+
+def _run_in_process(task: Task) -> Outcome:
+    assert _worker is not None
+    return _worker.run(task)
+
+
+@contextlib.contextmanager
+def _pool(config: Config, root: Path, out: Path, workers: int) -> Iterator[Runner]:
+    """Processes that are started afresh: a fork would copy the locks of whatever threads there are."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start_process, (config, root, out))
+
+    def run(tasks: Sequence[Task]) -> list[Outcome]:
+        futures = {pool.submit(_run_in_process, task): task for task in tasks}
+        found = {futures[future]: future.result() for future in as_completed(futures)}
+        return [found[task] for task in tasks]
+
+    try:
+        yield run
+        pool.shutdown()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()  # its unfinished shards keep their .part name
+        raise
+
+
+@contextlib.contextmanager
+def _torchrun(config: Config, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
+    """Every process takes every world-th task of a wave, on one machine or many with a shared folder; then all tell
+    all what came out. Starting, restarting and stopping them is torchrun's."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        dist.barrier()  # rank 0 has provided the tokenizer
+        worker, rank, world = Worker(config, root, out), dist.get_rank(), dist.get_world_size()
+
+        def run(tasks: Sequence[Task]) -> list[Outcome]:
+            own = {task: worker.run(task) for task in tasks[rank::world]}
+            gathered: list[dict[Task, Outcome]] = [{} for _ in range(world)]
+            dist.all_gather_object(gathered, own)
+            found = {task: outcome for part in gathered for task, outcome in part.items()}
+            return [found[task] for task in tasks]
+
+        yield worker, run
+        dist.barrier()  # nobody leaves before the manifest is written
+    finally:
+        dist.destroy_process_group()
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
+
+
+def _finished(config: Config, root: Path, out: Path) -> Manifest:
     """The manifest of a folder that holds this very corpus, undamaged."""
     manifest = Manifest.read(out)
-    old, new = manifest.source, source.description
+    old, new = _flat(manifest.source), _flat(description(config, root))
     changes = [f"{key} {old.get(key)} (now {new.get(key)})" for key in {**old, **new} if old.get(key) != new.get(key)]
+    if config.prepare.tokenizer:
+        fingerprint = named_tokenizer(config, root).fingerprint
+        if fingerprint != manifest.tokenizer:
+            changes.append(f"tokenizer {manifest.tokenizer[:8]} (now {fingerprint[:8]})")
     if changes:
         raise FredaError(f"{out} holds another corpus: {', '.join(changes)}; choose another folder or delete this one")
     for split in manifest.splits:
-        Shard(out, split, manifest)
+        Documents(out, split, manifest)
     return manifest
 
 
-def _check_leftovers(out: Path) -> None:
-    """An interrupted run may be overwritten, and nothing else.
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, table in values.items() for key, value in table.items()}
 
-    Shard files come first in a run, so a folder with a tokenizer but no shard is not ours: it may be a model.
-    """
+
+def _check_leftovers(out: Path) -> None:
+    """An interrupted run may be gone on with, and nothing else: its mark is the folder of its records."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise FredaError(f"{existing} is a file; name a folder")
     names = {path.name for path in out.iterdir()} if existing == out else set()
-    foreign = names - SHARD_FILES - TOKENIZER_FILES
-    if names and (foreign or not names & SHARD_FILES):
-        raise FredaError(f"{out} is in use ({min(foreign or names)} is there); choose another folder")
+    if names and WORK not in names:
+        raise FredaError(f"{out} is in use ({min(names)} is there); choose another folder")
 
 
-def _write(source: Source, tokenizer: Tokenizer, align: int, out: Path, progress: Progress) -> Manifest:
-    """Shards, then the tokenizer, then the manifest that declares them complete."""
-    splits: dict[str, SplitInfo] = {}
-    done, total = 0, sum(source.counts.values())
-    for split in SPLITS:
-        with ShardWriter(out, split, eos_id=tokenizer.eos_id, align=align) as writer:
-            for text in source.documents(split):
-                writer.add(tokenizer.encode(text))
-                done += 1
-                progress(done, total)
-        splits[split] = writer.info()
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Two processes must not write one folder. The lock goes with the process, however it ends."""
+    (out / WORK).mkdir(parents=True, exist_ok=True)
+    with open(out / WORK / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise FredaError(f"another process is writing {out}; wait for it or choose another folder") from None
+        yield
+
+
+def _provide_tokenizer(config: Config, root: Path, out: Path) -> None:
+    """Put the tokenizer where all processes of the run find it: the one named, or one learned from the documents."""
+    if config.prepare.tokenizer:
+        tokenizer = named_tokenizer(config, root)
+    elif (out / WORK / "tokenizer_config.json").is_file():  # the last file that save writes
+        return
+    else:
+        tokenizer = train_tokenizer(_tokenizer_texts(config, root), config.prepare.vocab_size)
+    tokenizer.save(out / WORK)
+
+
+def named_tokenizer(config: Config, root: Path) -> Tokenizer:
+    """The tokenizer that the config names."""
+    return open_tokenizer(root / Path(config.prepare.tokenizer).expanduser(), config.prepare.eos)
+
+
+def _tokenizer_texts(config: Config, root: Path) -> Iterator[str]:
+    """Documents of all sources in turn."""
+    streams = [read(source, root, config.corpus) for source in config.source.values()]
+    texts = (
+        record.text
+        for records in itertools.zip_longest(*streams)
+        for record in records
+        if isinstance(record, Document) and record.split != "validation" and is_unicode(record.text)
+    )
+    count, characters = TOKENIZER_TEXT
+    for text in itertools.islice(texts, count):
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def _finish(
+    config: Config, root: Path, out: Path, worker: Worker, done: Mapping[str, Sequence[Mapping[Task, Outcome]]]
+) -> Manifest:
+    """The tokenizer, then the manifest that declares the shards complete, then away with the records."""
+    outcomes = [(task, outcome) for waves in done.values() for wave in waves for task, outcome in wave.items()]
+    splits = {
+        split: SplitInfo.of([outcome.shards[split] for _, outcome in outcomes if split in outcome.shards])
+        for split in SPLITS
+    }
+    if not splits["train"].documents:
+        raise FredaError("no document is left to train on; look at the sources with freda prepare --plan")
+    tokenizer = worker.tools.tokenizer
     tokenizer.save(out)
     manifest = Manifest(
-        source=source.description,
-        align=align,
+        source=description(config, root),
+        align=config.prepare.align,
         eos_id=tokenizer.eos_id,
         blank_id=tokenizer.blank_id,
         tokenizer=tokenizer.fingerprint,
         splits=splits,
+        dropped=_dropped(outcomes),
+        examples=_examples(outcomes),
+        contamination=_contamination(worker, outcomes),
     )
     manifest.write(out)
+    kept = {f"{shard.name}{suffix}" for info in splits.values() for shard in info.shards for suffix in (".bin", ".idx")}
+    for path in (path for split in SPLITS for path in out.glob(f"{split}-*")):
+        if path.name not in kept:  # of an earlier run with other settings
+            path.unlink()
+    shutil.rmtree(out / WORK)
     return manifest
+
+
+def _dropped(outcomes: Sequence[tuple[Task, Outcome]]) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for task, outcome in outcomes:
+        if task.epoch == 0:  # the same documents are dropped again in every epoch
+            mine = counts.setdefault(task.source, {})
+            for reason, count in outcome.dropped.items():
+                mine[reason] = mine.get(reason, 0) + count
+    return {source: dict(sorted(reasons.items())) for source, reasons in counts.items() if reasons}
+
+
+def _examples(outcomes: Sequence[tuple[Task, Outcome]], most: int = 3) -> list[dict[str, str]]:
+    """The first few of every source and reason."""
+    kept: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for task, outcome in outcomes:
+        for example in outcome.examples if task.epoch == 0 else ():
+            kept.setdefault((example["source"], example["reason"]), []).append(example)
+    return [example for examples in kept.values() for example in examples[:most]]
+
+
+def _contamination(worker: Worker, outcomes: Sequence[tuple[Task, Outcome]]) -> dict[str, Any]:
+    """For every benchmark: its texts, and for every source the documents that hold some of them and how many texts."""
+    if worker.tools.index is None:
+        return {}
+    report = {name: {**info._asdict(), "sources": {}} for name, info in worker.tools.index.benchmarks.items()}
+    items: dict[tuple[str, str], set[int]] = {}
+    for task, outcome in outcomes:
+        for name, found in outcome.contaminated.items() if task.epoch == 0 else ():
+            mine = report[name]["sources"].setdefault(task.source, {"documents": 0, "items": 0})
+            mine["documents"] += found["documents"]
+            hit = items.setdefault((name, task.source), set())
+            hit.update(found["items"])
+            mine["items"] = len(hit)
+    return report

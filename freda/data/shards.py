@@ -1,10 +1,11 @@
-"""Token shards: documents as one long file of token ids, which training reads through a memory map.
+"""Token shards: documents as long files of token ids, which training reads through memory maps.
 
-A folder of shards holds, for each split,
+A folder of shards holds
 
-    train.bin       the ids of all documents, one after the other, little-endian int32
-    train.idx       where each document ends in it, counted in tokens, little-endian int64
-    manifest.json   where the texts came from, counts, hashes, and what a reader must know about the ids
+    train-NAME.bin  the ids of documents, one after the other, little-endian int32; as many shards as there were tasks
+    train-NAME.idx  where each document ends in it, counted in tokens, little-endian int64
+    validation-...  the same for what is held out
+    manifest.json   where the texts came from, counts, hashes, what was dropped and why, how to read the ids
 
 A stored document ends in EOS and is filled with EOS to a multiple of `align`, so that blocks of any size that divides
 `align` start on document boundaries. Files are written beside and renamed, the manifest last of all: a folder with a
@@ -30,7 +31,7 @@ from freda.errors import FredaError
 
 ShardSplit = Literal["train", "validation"]
 SPLITS: tuple[ShardSplit, ...] = ("train", "validation")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 ID = np.dtype("<i4")
 OFFSET = np.dtype("<i8")
@@ -46,12 +47,29 @@ def part_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
+class ShardInfo:
+    """One shard: the name of its two files without suffix, what is in it, and their hashes."""
+
+    name: str
+    source: str
+    documents: int
+    tokens: int
+    sha256: str  # of the .bin file
+    sha256_idx: str
+
+
+@dataclass(frozen=True)
 class SplitInfo:
-    """One split: its counts, and the hash of its `.bin` file."""
+    """One split: its shards, and their counts together."""
 
     documents: int
     tokens: int
-    sha256: str
+    shards: list[ShardInfo]
+
+    @classmethod
+    def of(cls, shards: Sequence[ShardInfo]) -> SplitInfo:
+        """The split that these shards make."""
+        return cls(sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards), list(shards))
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,9 @@ class Manifest:
     blank_id: int
     tokenizer: str  # fingerprint of the tokenizer that made the ids
     splits: dict[str, SplitInfo]
-    dropped: dict[str, int] = field(default_factory=dict)  # documents left out, by reason
+    dropped: dict[str, dict[str, int]] = field(default_factory=dict)  # documents left out: {source: {reason: count}}
+    examples: list[dict[str, str]] = field(default_factory=list)  # of what was left out: source, where, reason, detail
+    contamination: dict[str, Any] = field(default_factory=dict)  # {benchmark: {items, indexed, ..., by source}}
     version: int = FORMAT_VERSION
 
     def write(self, folder: Path) -> None:
@@ -85,27 +105,51 @@ class Manifest:
             values = json.loads(path.read_text(encoding="utf-8"))
             version = values["version"]
             if version == FORMAT_VERSION:
-                splits = {split: SplitInfo(**info) for split, info in values["splits"].items()}
+                splits = {
+                    split: SplitInfo(**{**info, "shards": [ShardInfo(**shard) for shard in info["shards"]]})
+                    for split, info in values["splits"].items()
+                }
                 return cls(**{**values, "splits": splits})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FredaError(f"{path} is damaged ({error}); {START_ANEW}") from None
         raise FredaError(f"{path} has format version {version}, this freda reads {FORMAT_VERSION}; {START_ANEW}")
 
 
+def shard_lines(manifest: Manifest) -> list[str]:
+    """What a manifest says: tokens of every split and source, what was dropped and why, what was kept out."""
+    lines = []
+    for name, split in manifest.splits.items():
+        lines.append(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
+        for source in dict.fromkeys(shard.source for shard in split.shards):
+            own = SplitInfo.of([shard for shard in split.shards if shard.source == source])
+            share = 100 * own.tokens / max(1, split.tokens)
+            lines.append(f"  {source:<14} {own.documents:>10,} documents {own.tokens:>14,} tokens {share:6.2f}%")
+    for source, reasons in manifest.dropped.items():
+        lines.append(f"dropped from {source}: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()))
+    for name, found in manifest.contamination.items():
+        hits = ", ".join(
+            f"{s}: {n['documents']:,} documents ({n['items']:,} texts)" for s, n in found["sources"].items()
+        )
+        lines.append(f"kept out {name} ({found['indexed']:,} of {found['items']:,} texts): {hits or 'nothing found'}")
+    return lines
+
+
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
 class ShardWriter:
-    """Writes one split, document by document. Use it as a context manager; the files appear when it closes well."""
+    """Writes one shard, document by document. Use it as a context manager; the files appear when it closes well."""
 
-    def __init__(self, folder: Path, split: ShardSplit, *, eos_id: int, align: int) -> None:
+    def __init__(self, folder: Path, name: str, *, eos_id: int, align: int) -> None:
         self._folder = folder
-        self._names = (f"{split}.bin", f"{split}.idx")
+        self._name = name
+        self._names = (f"{name}.bin", f"{name}.idx")
         self._eos_id = eos_id
         self._align = align
-        self._documents = 0
-        self._tokens = 0
+        self.documents = 0
+        self.tokens = 0
         self._sha256 = hashlib.sha256()
+        self._sha256_idx = hashlib.sha256()
 
     def __enter__(self) -> ShardWriter:
         parts = [self._folder / part_name(name) for name in self._names]
@@ -121,50 +165,74 @@ class ShardWriter:
             for name in self._names:
                 os.replace(self._folder / part_name(name), self._folder / name)
 
-    def add(self, ids: Sequence[int]) -> None:
+    def add(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Append a document; EOS and the fill are added here."""
         length = (len(ids) // self._align + 1) * self._align  # the next multiple that leaves room for EOS
         document = np.full(length, self._eos_id, ID)
         document[: len(ids)] = ids
-        self._bin.write(document.tobytes())
-        self._sha256.update(document.tobytes())
-        self._documents += 1
-        self._tokens += length
-        self._idx.write(np.array(self._tokens, OFFSET).tobytes())
+        self._bin.write(document.data)
+        self._sha256.update(document.data)
+        self.documents += 1
+        self.tokens += length
+        end = self.tokens.to_bytes(OFFSET.itemsize, "little")
+        self._idx.write(end)
+        self._sha256_idx.update(end)
 
-    def info(self) -> SplitInfo:
+    def info(self, source: str) -> ShardInfo:
         """What was written, for the manifest."""
-        return SplitInfo(documents=self._documents, tokens=self._tokens, sha256=self._sha256.hexdigest())
+        digests = (self._sha256.hexdigest(), self._sha256_idx.hexdigest())
+        return ShardInfo(self._name, source, self.documents, self.tokens, *digests)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-class Shard:
-    """The documents of one split, left on disk until they are asked for."""
+class Documents:
+    """The documents of one split, in the order of its shards, left on disk until they are asked for."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
         info = manifest.splits.get(split)
         if info is None:
             raise FredaError(f"{folder} has no split '{split}'; it has {', '.join(manifest.splits)}")
-        self._tokens: NDArray[np.int32] = _memory_map(folder / f"{split}.bin", ID, info.tokens)
-        self._ends: NDArray[np.int64] = _memory_map(folder / f"{split}.idx", OFFSET, info.documents)
-        if (self.lengths() <= 0).any() or (len(self) and self._ends[-1] != info.tokens):
-            raise FredaError(f"{folder / split}.idx does not belong to {split}.bin; {START_ANEW}")
+        self.shards = info.shards
+        self._ids = [_memory_map(folder / f"{shard.name}.bin", ID, shard.tokens) for shard in info.shards]
+        self._ends = [_memory_map(folder / f"{shard.name}.idx", OFFSET, shard.documents) for shard in info.shards]
+        for shard, ends in zip(info.shards, self._ends, strict=True):
+            if (np.diff(ends, prepend=0) <= 0).any() or (ends[-1] if len(ends) else 0) != shard.tokens:
+                raise FredaError(f"{folder / shard.name}.idx does not belong to {shard.name}.bin; {START_ANEW}")
+        self._first = np.cumsum([0, *(len(ends) for ends in self._ends)])  # number of each shard's first document
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return int(self._first[-1])
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each document, EOS and fill included."""
-        return np.diff(self._ends, prepend=0)
+        return np.concatenate([np.empty(0, np.int64), *(np.diff(ends, prepend=0) for ends in self._ends)])
 
     def document(self, index: int) -> NDArray[np.int32]:
         """The ids of one document, EOS and fill included: a read-only view of the file."""
         if not 0 <= index < len(self):  # -1 would be an empty slice, not the last document
             raise IndexError(f"document {index} of {len(self)}")
-        begin = self._ends[index - 1] if index else 0
-        return self._tokens[begin : self._ends[index]]
+        shard = self.shard_of(index)
+        ends, place = self._ends[shard], index - int(self._first[shard])
+        ids: NDArray[np.int32] = self._ids[shard][ends[place - 1] if place else 0 : ends[place]]
+        return ids
+
+    def shard_of(self, index: int) -> int:
+        """The number of the shard that holds a document."""
+        return int(np.searchsorted(self._first, index, "right")) - 1
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Read every shard and compare its hashes with the manifest's."""
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            for suffix, expected in ((".bin", shard.sha256), (".idx", shard.sha256_idx)):
+                path = folder / f"{shard.name}{suffix}"
+                with open(path, "rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != expected:
+                    raise FredaError(f"{path} has changed: its hash is {found[:8]}, not {expected[:8]}; {START_ANEW}")
 
 
 def _memory_map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

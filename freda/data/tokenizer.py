@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import lzma
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,11 @@ class Tokenizer:
         (folder / "tokenizer.json").write_text(self._json_text, encoding="utf-8", newline="")
         text = json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n"
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+    @property
+    def json_text(self) -> str:
+        """`tokenizer.json` as it was read."""
+        return self._json_text
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -123,6 +129,29 @@ class Tokenizer:
         return int(index)
 
 
+def open_tokenizer(folder: Path, eos: str = "") -> Tokenizer:
+    """The tokenizer of a folder of ours, or of another checkpoint, which gets BLANK as `freda convert` gives it.
+
+    `eos` names another token that ends documents. `tokenizer.json` may be packed with xz.
+    """
+    packed = folder / "tokenizer.json.xz"
+    if not folder.is_dir():
+        raise FredaError(f"there is no folder {folder}; name one that holds a tokenizer.json")
+    try:
+        text = _unpack(packed) if packed.is_file() else read_text(folder / "tokenizer.json")
+        settings = read_settings(folder)
+        end = eos or token_text(settings.get("eos_token"))
+        if end is None:
+            raise FredaError("tokenizer_config.json names no eos_token")
+        if _parse(text).token_to_id(end) is None:
+            raise FredaError(f"it has no token {end!r}, which is to end documents")
+        if _parse(text).token_to_id(BLANK_TEXT) is None:
+            return with_blank(text, [end], settings)
+        return Tokenizer(text, {**settings, "eos_token": end})
+    except FredaError as error:
+        raise FredaError(f"cannot read the tokenizer in {folder}: {error}") from None
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` ids: any text encodes, and every digit is a token of its own.
 
@@ -170,6 +199,13 @@ def with_blank(json_text: str, stops: Sequence[int | str], settings: Mapping[str
 def first_free_id(tokenizer: tokenizers.Tokenizer) -> int:
     """The id behind the last one in use. Gaps do not count: logits are cut at BLANK, so all ids must lie below it."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _unpack(path: Path) -> str:
+    try:
+        return lzma.decompress(path.read_bytes()).decode("utf-8")
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise FredaError(f"{path.name} cannot be read: {error}") from None
 
 
 def read_text(path: Path) -> str:

@@ -229,6 +229,8 @@ class _Loop:
         if self.share is not None:
             drawn = sample(self.draft, self.share, self.search, self._draft_position(), width=width)
             found = merge_candidates(self.search.sampled, found, drawn)
+        count = int(found.valid.sum(-1).max())  # the valid ones come first; a blank draft has one
+        found = Candidates(*(part[:, :count] for part in found))
         return found._replace(alpha=feedback_weight(found.alpha, self.config))
 
     def _draws(self) -> bool:
@@ -309,13 +311,15 @@ class _Loop:
         """What the scorer sees of the draft part of a forward, which begins after `committed` tokens: (R, C·B, D)."""
         scorer = self.model.scorer
         assert isinstance(scorer, Scorer)
+        out_of_draft = out._replace(hidden=out.hidden[:, committed:], beneath=out.beneath[:, committed:])
+        if scorer.last_layer is None:
+            return out_of_draft.hidden
         draft = Tokens(*(part[:, committed:] for part in tokens))
         seen = KeysValues(*(part[:, :, :committed] for part in out.new[-1]))
         if past is not None:
             seen = KeysValues(*(torch.cat(pair, dim=2) for pair in zip(past[-1], seen, strict=True)))
-        out = out._replace(hidden=out.hidden[:, committed:], beneath=out.beneath[:, committed:])
         mask = make_mask(draft, keys, self.model.backend)
-        return scorer.soft_channel(self.model, out, position[:, committed:], mask, seen)
+        return scorer.soft_channel(self.model, out_of_draft, position[:, committed:], mask, seen)
 
     def show(self, watch: Watch) -> None:
         """Hand the state after a pass to the watcher."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from freda.config import MethodConfig
 from freda.data.loader import Batch
 from freda.methods.candidates import marginal_cost_beam
-from freda.methods.draft import clean_half, draw, feedback_weight, predict, soft_embedding
+from freda.methods.draft import CleanHalf, clean_half, draw, feedback_weight, predict, soft_embedding
 from freda.methods.method import Step
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import initial_draft, refine, rows, update
@@ -40,6 +40,7 @@ class Slots(NamedTuple):
     ids: Tensor  # (R, S, L) int64
     alpha: Tensor  # (R, S, L) fp32
     target: Tensor  # (R, L/B) int64: which slot is the clean text; -1 where none is
+    valid: Tensor  # (R, L/B, S) bool: slots that hold a text; the others take part in nothing
 
 
 def labels(batch: Batch, config: MethodConfig) -> Tensor:
@@ -50,15 +51,16 @@ def labels(batch: Batch, config: MethodConfig) -> Tensor:
 def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
     """Eq. bon_loss, summed over the blocks: −s(clean) + log Σ exp s(slot).
 
-    With beam negatives a block counts only if its clean text is a candidate. The mean over those stands for all blocks,
-    so that the size of a step does not depend on how many they are.
+    With beam negatives a block counts only if its clean text is a candidate. The mean over those of the group stands
+    for all its blocks; a group without any teaches nothing.
     """
-    logits = proposal(model, batch, config, step.passes)
+    clean = frozen_clean_half(model, batch, config)
+    logits = proposal(model, batch, clean, config, step.passes)
     made = sampled_slots if config.negatives == "sampled" else beam_slots
     slots = made(logits, batch, config, step)
     real = _real(batch, config)
     counted = real & (slots.target >= 0)
-    losses = _block_losses(slots, score_slots(model, batch, slots, config))
+    losses = block_losses(slots, score_slots(model, batch, clean, slots, config))
     return torch.where(counted, losses, 0.0).sum() * (real.sum() / counted.sum().clamp_min(1))
 
 
@@ -70,26 +72,31 @@ def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step)
     - `found`: how often the clean text is among the beam's candidates; `choice0`, `choice0.1`, `choice1`: how often it
       has the highest ℓ + τ·s among the candidates and itself, for these τ. τ = 0 is the proposal without a scorer.
     """
-    logits, real = proposal(model, batch, config, step.passes), _real(batch, config)
+    clean, real = frozen_clean_half(model, batch, config), _real(batch, config)
+    logits = proposal(model, batch, clean, config, step.passes)
     slots = sampled_slots(logits, batch, config, step)
-    scores = score_slots(model, batch, slots, config)
+    scores = score_slots(model, batch, clean, slots, config)
     wrong = (scores[:, :, 1:] >= scores[:, :, :1]) & _differs(slots, config)
     numbers = {
-        "loss": torch.where(real, _block_losses(slots, scores), 0.0),
+        "loss": torch.where(real, block_losses(slots, scores), 0.0),
         "rank_accuracy": ~wrong.any(-1) & real,
         "true_negatives": _differs(slots, config).any(-1) & real,
-        **_choices(model, batch, logits, config),
+        **_choices(model, batch, clean, logits, config),
     }
     return {name: value.sum() for name, value in numbers.items()}
 
 
-def _choices(model: Transformer, batch: Batch, logits: Tensor, config: MethodConfig) -> dict[str, Tensor]:
+def _choices(
+    model: Transformer, batch: Batch, clean: CleanHalf, logits: Tensor, config: MethodConfig
+) -> dict[str, Tensor]:
     """The part of `validate` about the choice among {clean text, beam candidates}, for every block."""
     share, real = logits.softmax(-1), _real(batch, config)
-    ids = torch.cat([batch.tokens[:, None], beam_slots(logits, batch, config).ids], dim=1)
+    beam = beam_slots(logits, batch, config)
+    ids = torch.cat([batch.tokens[:, None], beam.ids], dim=1)
     prob = _probability(share, ids)
-    slots = Slots(ids, feedback_weight(prob, config), torch.zeros_like(real, dtype=torch.int64))
-    scores = score_slots(model, batch, slots, config)  # (R, L/B, S)
+    valid = torch.cat([torch.ones_like(beam.valid[..., :1]), beam.valid], dim=-1)
+    slots = Slots(ids, feedback_weight(prob, config), torch.zeros_like(real, dtype=torch.int64), valid)
+    scores = score_slots(model, batch, clean, slots, config)  # (R, L/B, S)
     likely = _by_block(prob, config).clamp_min(1e-38).log().sum(-1)
     differs = _differs(slots, config)
     numbers = {"found": ~differs.all(-1) & real}
@@ -100,10 +107,15 @@ def _choices(model: Transformer, batch: Batch, logits: Tensor, config: MethodCon
     return numbers
 
 
-def proposal(model: Transformer, batch: Batch, config: MethodConfig, passes: int) -> Tensor:
+def frozen_clean_half(model: Transformer, batch: Batch, config: MethodConfig) -> CleanHalf:
+    """The clean text as a cache, run once for the drafts and for all slots (M7)."""
+    with torch.no_grad():
+        return clean_half(model, batch, config.block_size)
+
+
+def proposal(model: Transformer, batch: Batch, clean: CleanHalf, config: MethodConfig, passes: int) -> Tensor:
     """Logits (R, L, V) of the last of `passes` passes from the blank draft: the distribution of the candidates."""
     with torch.no_grad():
-        clean = clean_half(model, batch, config.block_size)
         draft = initial_draft(model, batch, config, None)
         for _ in range(passes):
             logits, draft = refine(model, clean, draft, config)
@@ -119,7 +131,8 @@ def sampled_slots(logits: Tensor, batch: Batch, config: MethodConfig, step: Step
     drawn = draw(share, uniform(Purpose.NEGATIVES, step.seed, step.step, row, place, number))  # (R, L, n)
     ids = torch.cat([batch.tokens[:, None], drawn.transpose(1, 2)], dim=1)
     first = torch.zeros_like(_real(batch, config), dtype=torch.int64)
-    return Slots(ids, feedback_weight(_probability(share, ids), config), first)
+    valid = torch.ones_like(first, dtype=torch.bool)[..., None].expand(-1, -1, ids.shape[1])
+    return Slots(ids, feedback_weight(_probability(share, ids), config), first, valid)
 
 
 def _probability(share: Tensor, ids: Tensor) -> Tensor:
@@ -142,14 +155,15 @@ def beam_slots(logits: Tensor, batch: Batch, config: MethodConfig, step: Step | 
     target = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
     shape = (batch.tokens.shape[0], -1, width, size)
     ids, alpha = (part.view(shape).transpose(1, 2).flatten(2) for part in (found.ids, found.alpha))
-    return Slots(ids, feedback_weight(alpha, config), target.view(batch.tokens.shape[0], -1))
+    valid = found.valid.view(batch.tokens.shape[0], -1, width)
+    return Slots(ids, feedback_weight(alpha, config), target.view(batch.tokens.shape[0], -1), valid)
 
 
-def score_slots(model: Transformer, batch: Batch, slots: Slots, config: MethodConfig) -> Tensor:
+def score_slots(model: Transformer, batch: Batch, clean: CleanHalf, slots: Slots, config: MethodConfig) -> Tensor:
     """One packed forward [slot_1 | ... | slot_S] over the clean text, then the scorer: scores (R, L/B, S)."""
     scorer = model.scorer
     assert isinstance(scorer, Scorer)
-    hidden = _packed_hidden(model, scorer, batch, slots, config)
+    hidden = _packed_hidden(model, scorer, batch, clean, slots, config)
     with torch.no_grad():
         embedding = model.embed_tokens(slots.ids)
     rows, count, length, width = hidden.shape
@@ -160,25 +174,27 @@ def score_slots(model: Transformer, batch: Batch, slots: Slots, config: MethodCo
     return scores.transpose(1, 2)
 
 
-def _packed_hidden(model: Transformer, scorer: Scorer, batch: Batch, slots: Slots, config: MethodConfig) -> Tensor:
+def _packed_hidden(
+    model: Transformer, scorer: Scorer, batch: Batch, clean: CleanHalf, slots: Slots, config: MethodConfig
+) -> Tensor:
     """The scorer's soft channel (R, S, L, D) of all slots, which do not see each other. The backbone learns nothing."""
     rows, count, length = slots.ids.shape
-    clean = clean_tokens(batch.document, batch.position, config.block_size)
+    text = clean_tokens(batch.document, batch.position, config.block_size)
     repeat = (1, count)
     slot = torch.arange(count, device=batch.tokens.device).repeat_interleave(length).expand(rows, -1)
     document, position = batch.document.repeat(repeat), batch.position.repeat(repeat)
     draft = draft_tokens(document, position, config.block_size, slot)
-    mask = make_mask(draft, concat(clean, draft), model.backend)
+    mask = make_mask(draft, concat(text, draft), model.backend)
     with torch.no_grad():
-        past = model(model.embed_tokens(batch.tokens), batch.position, make_mask(clean, clean, model.backend)).new
         x = soft_embedding(model, slots.ids.flatten(1), slots.alpha.flatten(1), rescale=config.rescale)
-        out: Forward = model(x, position, mask, past)
-    return scorer.soft_channel(model, out, position, mask, past[-1]).view(rows, count, length, -1)
+        out: Forward = model(x, position, mask, clean.past)
+    return scorer.soft_channel(model, out, position, mask, clean.past[-1]).view(rows, count, length, -1)
 
 
-def _block_losses(slots: Slots, scores: Tensor) -> Tensor:
-    """−log softmax of the clean slot, (R, L/B) fp32; without meaning where there is none."""
-    return -scores.float().log_softmax(-1).gather(-1, slots.target.clamp_min(0)[..., None])[..., 0]
+def block_losses(slots: Slots, scores: Tensor) -> Tensor:
+    """−log softmax of the clean slot among the valid ones, (R, L/B) fp32; without meaning where there is none."""
+    scores = scores.float().masked_fill(~slots.valid, float("-inf"))
+    return -scores.log_softmax(-1).gather(-1, slots.target.clamp_min(0)[..., None])[..., 0]
 
 
 def _real(batch: Batch, config: MethodConfig) -> Tensor:
@@ -187,9 +203,9 @@ def _real(batch: Batch, config: MethodConfig) -> Tensor:
 
 
 def _differs(slots: Slots, config: MethodConfig) -> Tensor:
-    """Which texts of the slots after the first are not the first one's, (R, L/B, S-1)."""
+    """Which slots after the first hold another text than the first, (R, L/B, S-1)."""
     blocks = _by_block(slots.ids, config)
-    return (blocks[:, :, 1:] != blocks[:, :, :1]).any(-1)
+    return (blocks[:, :, 1:] != blocks[:, :, :1]).any(-1) & slots.valid[:, :, 1:]
 
 
 def _by_block(ids: Tensor, config: MethodConfig) -> Tensor:

@@ -71,7 +71,7 @@ def merge_candidates(take_second: Tensor, first: Candidates, second: Candidates)
 
 
 def choose(candidates: Candidates, scores: Tensor, search: Search, place: Tensor) -> Tensor:
-    """The winner (N,): argmax of ℓ + τ·s, plus Gumbel noise where the choice is by chance.
+    """The winner (N,): argmax of ℓ + τ·s, plus Gumbel noise where the choice is by chance, as it always is for draws.
 
     `place` (N, P) names the choice, for instance (position, pass): noise belongs to it and to the request's seed.
     """
@@ -79,7 +79,7 @@ def choose(candidates: Candidates, scores: Tensor, search: Search, place: Tensor
     rank = torch.arange(value.shape[1], device=value.device)
     counters = [part[:, None] for part in (search.seed, *place.unbind(-1))]
     noise = gumbel(Purpose.SELECTION, *counters, rank)
-    value = torch.where(search.gumbel[:, None], value + noise, value)
+    value = torch.where((search.gumbel | search.sampled)[:, None], value + noise, value)
     return value.masked_fill(~candidates.valid, float("-inf")).argmax(-1)
 
 
@@ -87,7 +87,8 @@ def marginal_cost_beam(top: Prediction, free: Tensor, *, width: int, swaps: Tens
     """Algorithm 4: switch a set of at most `swaps` (N,) free positions to their second token; the `width` cheapest.
 
     The cost of a set is the log-probability it loses. Equal costs keep the order of `subsets`, so the unchanged draft
-    comes first. `most_swaps` bounds `swaps` without reading it from the device.
+    comes first. A token that sampling took against the odds stays: its runner-up would be the likelier one, and
+    switching back would undo the temperature. `most_swaps` bounds `swaps` without reading it from the device.
     """
     block_size = free.shape[1]
     chosen = subsets(block_size, most_swaps)
@@ -95,7 +96,7 @@ def marginal_cost_beam(top: Prediction, free: Tensor, *, width: int, swaps: Tens
     for row, positions in enumerate(chosen):
         switched[row, list(positions)] = True
     loss = top.prob.log() - top.second_prob.log()
-    loss = torch.where(free & (top.second_prob > 0), loss, torch.inf)
+    loss = torch.where(free & (top.second_prob > 0) & (top.second_prob <= top.prob), loss, torch.inf)
     cost = torch.where(switched, loss[:, None], 0.0).sum(-1)  # (N, S)
     cost = torch.where(switched.sum(-1) <= swaps[:, None], cost, torch.inf)
     kept, order = cost.sort(dim=-1, stable=True)

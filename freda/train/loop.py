@@ -96,6 +96,8 @@ def setup(config: Config, resume_from: Path | None = None) -> Run:
     method = METHODS[config.method.name]
     if method.SCORES:
         _freeze_for_scorer(model, config)
+    else:
+        model.scorer = None  # it judged the drafts of a backbone that is about to change
     config = replace(config, model=model.config)  # what the run has, not what was asked for
     model.to(device)
     model.backend = pick_backend(config.train.attention, device)

@@ -1,0 +1,157 @@
+"""`freda bench data`: how fast documents become shards, beside the tokenizer libraries alone, on the same text.
+
+Everything runs on one core. The end-to-end runs are what `freda prepare` does with one task: read JSON lines, clean,
+decontaminate, encode, write, hash; each in a process of its own, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from freda.config import Config, DecontaminateConfig, PrepareConfig, SourceConfig
+from freda.data.decontaminate import Index
+from freda.data.documents import Document, read
+from freda.data.encode import make_encoder
+from freda.data.prepare import named_tokenizer, prepare
+from freda.data.tasks import benchmark_texts
+from freda.errors import require
+
+REPEATS = 3  # of every measurement; the best counts, the others were disturbed
+
+
+def bench_data(config: Config, root: Path, megabytes: float) -> dict[str, Any]:
+    """Measure everything on the first `megabytes` of the config's sources, taken in turn."""
+    require(bool(config.prepare.tokenizer), "prepare.tokenizer is empty; name the tokenizer to measure with")
+    require(bool(config.source), "the config names no source; give one with [source.NAME] sections")
+    os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library would take all cores
+    texts = _texts(config, root, megabytes)
+    tokenizer = named_tokenizer(config, root)
+    encoder = make_encoder(tokenizer, texts[:100])
+    tokens = sum(len(encoder.encode(text)) for text in texts)
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    measured = {
+        "tokenizers alone": _best(lambda: tokenizer.encode_batch(texts)),
+        f"encoder ({encoder.library})": _best(lambda: [encoder.encode(text) for text in texts]),
+    }
+    if encoder.library == "tiktoken":
+        measured = {"tiktoken alone": _best(lambda: encoder.raw(texts)), **measured}
+    if config.benchmark:
+        limits = dataclasses.asdict(config.decontaminate)
+        index = Index(benchmark_texts(config, root), **limits)
+        measured["decontamination alone"] = _best(lambda: [index.hits(text) for text in texts])
+    rows = [_row(name, seconds, tokens, size) for name, seconds in measured.items()]
+    rows += _end_to_end(config, root, texts, tokens, size)
+    reference = rows[0]["tokens_per_second"]
+    for row in rows:
+        row["ratio"] = row["tokens_per_second"] / reference
+    return {"documents": len(texts), "megabytes": size, "tokens": tokens, "reference": rows[0]["what"], "rows": rows}
+
+
+def _texts(config: Config, root: Path, megabytes: float) -> list[str]:
+    """Documents of all sources in turn, until there is enough."""
+    streams = [read(source, root, config.corpus) for source in config.source.values()]
+    texts, size = list[str](), 0
+    while streams and size < megabytes * 1e6:
+        for stream in list(streams):
+            record = next(stream, None)
+            if record is None:
+                streams.remove(stream)
+            elif isinstance(record, Document) and record.text.strip():
+                texts.append(record.text)
+                size += len(record.text.encode("utf-8", "replace"))
+    return texts
+
+
+def _best(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
+
+
+def _end_to_end(config: Config, root: Path, texts: Sequence[str], tokens: int, size: float) -> list[dict[str, Any]]:
+    """Whole runs of `prepare`, with and without decontamination, and on a tenth of the text for its memory."""
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for title, some, benchmarks in (
+            ("end to end, a tenth", texts[::10], {}),
+            ("end to end", texts, {}),
+            ("end to end, decontaminated", texts, config.benchmark),
+        ):
+            if title.endswith("decontaminated") and not benchmarks:
+                continue
+            lines = (json.dumps({"text": text}) for text in some)
+            (folder / "texts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            own = Config(
+                prepare=PrepareConfig(
+                    tokenizer=str((root / config.prepare.tokenizer).absolute()), eos=config.prepare.eos, parts=1
+                ),
+                source={"texts": SourceConfig(path=str(folder / "texts.jsonl"))},
+                benchmark=benchmarks,
+                decontaminate=config.decontaminate if benchmarks else DecontaminateConfig(),
+            )
+            seconds, memory = _in_own_process(own, root, folder / "out")
+            share = 0.1 if "tenth" in title else 1.0
+            rows.append({**_row(title, seconds, round(tokens * share), size * share), "peak_memory_mb": memory})
+    return rows
+
+
+def _in_own_process(config: Config, root: Path, out: Path) -> tuple[float, float]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_prepare_timed, config, root, out).result()
+
+
+def _prepare_timed(config: Config, root: Path, out: Path) -> tuple[float, float]:
+    """Best time of the task itself, without building the tools it shares with all others, and the peak memory in MB."""
+    from freda.data import prepare as module
+
+    seconds: list[float] = []
+    run = module.Worker.run
+
+    def timed(self: Any, task: Any) -> Any:
+        begun = time.perf_counter()
+        outcome = run(self, task)
+        seconds.append(time.perf_counter() - begun)
+        return outcome
+
+    module.Worker.run = timed  # type: ignore[method-assign]
+    for number in range(REPEATS):
+        prepare(config, out.with_name(f"{out.name}{number}-{os.getpid()}"), root=root)
+    return min(seconds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _row(what: str, seconds: float, tokens: int, megabytes: float) -> dict[str, Any]:
+    return {
+        "what": what,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "megabytes_per_second": megabytes / seconds,
+    }
+
+
+def table_lines(found: dict[str, Any]) -> list[str]:
+    """The measurements as text."""
+    lines = [
+        f"{found['megabytes']:.1f} MB of text, {found['documents']:,} documents, {found['tokens']:,} tokens; one core",
+        f"{'':<30} {'Mtokens/s':>10} {'MB/s':>8} {'ratio':>7} {'memory':>9}",
+    ]
+    for row in found["rows"]:
+        memory = f"{row['peak_memory_mb']:.0f} MB" if "peak_memory_mb" in row else ""
+        lines.append(
+            f"{row['what']:<30} {row['tokens_per_second'] / 1e6:>10.2f} {row['megabytes_per_second']:>8.1f} "
+            f"{row['ratio']:>7.2f} {memory:>9}"
+        )
+    return lines

@@ -1,0 +1,320 @@
+"""Decontamination: finds training documents that contain text of a benchmark.
+
+A text becomes words: the runs of ASCII letters and digits of its UTF-8 bytes, in lower case; all other bytes separate.
+A benchmark item is known by all its n-grams of 13 words, a short one by its 8 to 12 words as a whole; a shorter one
+says too little and is only counted. A document is contaminated by an item if it holds one of the item's n-grams, or,
+with a threshold, at least that share of the distinct ones.
+
+`plain_hits` states the rule; `Index` follows it at 200 MB per second and core. Nearly no document is contaminated, so
+the work is in saying no: words, then n-grams become 64-bit hashes in a few passes of numpy, and a table of the hashes
+that occur rejects nearly every place. Hashes only propose. What they propose is compared word by word, so that a
+collision costs microseconds, never a document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freda.config import require
+
+Ints = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+
+WORD = re.compile(rb"[a-z0-9]+")
+PIECE = 1 << 16  # characters looked at in one go: the arrays of a piece, 80 kB each, stay in the L2 cache
+LOAD = 8  # bytes of a word that are read as one number
+LOAD_MASKS = np.array([(1 << 8 * count) - 1 for count in range(LOAD + 1)], np.uint64)  # what is left of `count` bytes
+BASE = 0xD6E8FEB86659FD93  # odd, as are the next two: no bit is lost by multiplying
+MIX, MIX_LONG = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+HALF = np.uint64(32)
+FILTER_BITS = 32  # of the filter for each n-gram, which sets 5 of them
+PATTERNS = np.bitwise_or.reduce(np.uint64(1) << np.random.default_rng(0).integers(0, 64, (1 << 14, 5), np.uint64), 1)
+PATTERN_MASK = np.uint64(len(PATTERNS) - 1)
+
+
+class Hit(NamedTuple):
+    """An item of a benchmark that contaminates a document."""
+
+    benchmark: str
+    item: int  # number of the item within its benchmark, from 0
+    words: str  # the first of its n-grams in the document, as words joined by spaces
+    share: float  # share of the item's distinct n-grams that the document contains
+
+
+class BenchmarkInfo(NamedTuple):
+    """How many items a benchmark has, and how many of them can be found."""
+
+    items: int
+    indexed: int
+    too_short: int
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+def plain_hits(
+    text: str, items: Iterable[tuple[str, str]], ngram: int = 13, shortest: int = 8, threshold: float = 0.0
+) -> list[Hit]:
+    """The slow statement of the rule, for tests: what `Index(items, ...).hits(text)` must return."""
+    document = _split(text)
+    texts: dict[str, list[str]] = {}
+    for benchmark, item in items:
+        texts.setdefault(benchmark, []).append(item)
+    hits: list[Hit] = []
+    for benchmark in texts:
+        for number, words in enumerate(map(_split, texts[benchmark])):
+            length = min(ngram, len(words))
+            if length < shortest:
+                continue
+            wanted = set(_plain_grams(words, length))
+            found = [gram for gram in _plain_grams(document, length) if gram in wanted]
+            share = len(set(found)) / len(wanted)
+            if found and share >= threshold:
+                hits.append(Hit(benchmark, number, found[0].decode("ascii"), share))
+    return hits
+
+
+def _split(text: str) -> list[bytes]:
+    """The words of a text."""
+    return WORD.findall(_encode(text).lower())  # lower() of bytes is ASCII only
+
+
+def _encode(text: str) -> bytes:
+    """UTF-8; lone surrogates become question marks, which separate words like the rest."""
+    return text.encode("utf-8", "replace")
+
+
+def _plain_grams(words: list[bytes], length: int) -> list[bytes]:
+    """All n-grams of this length, in order, as words joined by spaces."""
+    return [b" ".join(words[at : at + length]) for at in range(len(words) - length + 1)]
+
+
+# -- words and their hashes ------------------------------------------------------------------------------------------
+
+
+class _Words(NamedTuple):
+    """The words of some bytes: where they start and end, and their hashes."""
+
+    data: bytes
+    starts: Ints
+    ends: Ints
+    hashes: Hashes
+
+    def joined(self, first: int, count: int) -> bytes:
+        """`count` words from the word `first` on, in lower case, joined by spaces."""
+        return b" ".join(WORD.findall(self.data[self.starts[first] : self.ends[first + count - 1]].lower()))
+
+
+def _pieces(text: str, overlap: int) -> Iterator[_Words]:
+    """The words of a text, PIECE characters at a time; a piece begins with the last `overlap` words of the one before.
+
+    A word that touches the end of a piece may go on, so it is left to the next piece. A piece takes in no less than is
+    carried over: a word of many pieces is then read twice, not once for each of them.
+    """
+    carried = b""
+    begin = 0
+    while True:
+        end = begin + max(PIECE, len(carried))
+        data = carried + _encode(text[begin:end])
+        words = _find_words(data)
+        if end >= len(text):
+            yield words
+            return
+        starts, ends = words.starts, words.ends
+        whole = len(ends) - int(len(ends) > 0 and ends[-1] == len(data))
+        yield _Words(data, starts[:whole], ends[:whole], words.hashes[:whole])
+        keep = max(0, whole - overlap)
+        carried = data[starts[keep] :] if keep < len(starts) else b""
+        begin = end
+
+
+def _find_words(data: bytes) -> _Words:
+    """The words of some bytes."""
+    raw = np.frombuffer(data + bytes(LOAD), np.uint8)  # 8 bytes can be read from any place
+    lower = raw | np.uint8(0x20)  # small letters of capitals, but digits of control bytes too: for digits ask `raw`
+    inside = np.empty(len(raw) + 1, np.bool_)  # one more, before the first byte, where no word is
+    inside[0] = False
+    np.less(lower - np.uint8(ord("a")), 26, out=inside[1:])  # differences wrap around: smaller bytes become large
+    inside[1:] |= raw - np.uint8(ord("0")) < 10
+    edges = np.flatnonzero(inside[1:] != inside[:-1])  # starts and ends in turn
+    starts, ends = edges[0::2], edges[1::2]
+    return _Words(data, starts, ends, _hash_words(lower, starts, ends))
+
+
+def _hash_words(lower: NDArray[np.uint8], starts: Ints, ends: Ints) -> Hashes:
+    """A number for each word, from its length, its first and its last 8 bytes. Words that differ elsewhere are few."""
+    loads: Hashes = np.ndarray((len(lower) - LOAD + 1,), "<u8", lower, strides=(1,))  # 8 bytes from each place on
+    lengths = ends - starts
+    hashes = loads[starts]
+    hashes &= LOAD_MASKS.take(lengths, mode="clip")
+    long = np.flatnonzero(lengths > LOAD)
+    hashes[long] += (loads[ends[long] - LOAD] + lengths[long].view(np.uint64)) * MIX_LONG
+    hashes *= MIX  # carries every bit upwards; the shift takes the upper half down again
+    hashes ^= hashes >> HALF
+    return hashes
+
+
+def _hash_windows(hashes: Hashes, length: int, powers: Hashes) -> Hashes:
+    """For each i, the sum of hashes[i + j] * powers[j] over j < length: a power of two, reached by doubling."""
+    step = 1
+    while step < length:
+        hashes = hashes[:-step] + hashes[step:] * powers[step]
+        step *= 2
+    return hashes
+
+
+# -- the index -------------------------------------------------------------------------------------------------------
+
+
+class _Item(NamedTuple):
+    """An item that is long enough to be found."""
+
+    benchmark: str
+    number: int
+    words: bytes  # joined by spaces
+    count: int
+
+
+class _Grams(NamedTuple):
+    """The n-grams of all items in the order of their hashes. One that an item repeats is there as often."""
+
+    hashes: Hashes
+    item: Ints
+    begin: Ints  # where the n-gram lies in `text`
+    end: Ints
+    text: bytes  # the words of all items, joined by spaces
+
+    def known(self, hashes: Hashes) -> NDArray[np.bool_]:
+        """Which of the hashes are those of n-grams."""
+        return self.hashes.take(self.hashes.searchsorted(hashes), mode="clip") == hashes
+
+    def owners(self, gram: bytes, hash_: np.uint64) -> set[int]:
+        """The items that have this n-gram, compared word by word."""
+        here = slice(self.hashes.searchsorted(hash_), self.hashes.searchsorted(hash_, "right"))
+        places = zip(self.item[here].tolist(), self.begin[here].tolist(), self.end[here].tolist(), strict=True)
+        return {item for item, begin, end in places if self.text[begin:end] == gram}
+
+
+class _Filter:
+    """A Bloom filter of hashes: says no for sure, and yes by mistake to one in 5,000.
+
+    The upper bits of a hash choose a number of 64 bits, the lower ones which 5 bits must be set in it: one access
+    decides. A million n-grams take 4 MB, which stay in the cache; a plain table of truth values would take 16 MB to be
+    wrong one time in 14, and be slower for it.
+    """
+
+    def __init__(self, hashes: Hashes) -> None:
+        bits = (len(hashes) * FILTER_BITS // 64).bit_length()
+        self._shift = np.uint64(64 - bits)
+        self._table = np.zeros(1 << bits, np.uint64)
+        np.bitwise_or.at(self._table, *self._places(hashes))
+
+    def passing(self, hashes: Hashes) -> Ints:
+        """Which of the hashes may be known."""
+        places, patterns = self._places(hashes)
+        found = self._table.take(places, mode="clip")
+        found &= patterns
+        return np.flatnonzero(found == patterns)
+
+    def _places(self, hashes: Hashes) -> tuple[Ints, Hashes]:
+        patterns = PATTERNS.take((hashes & PATTERN_MASK).view(np.int64), mode="clip")
+        return (hashes >> self._shift).view(np.int64), patterns
+
+
+class Index:
+    """The n-grams of benchmarks, to be looked for in documents. Items are (benchmark, text), in order."""
+
+    def __init__(
+        self, items: Iterable[tuple[str, str]], *, ngram: int = 13, shortest: int = 8, threshold: float = 0.0
+    ) -> None:
+        require(ngram >= 1, f"decontaminate.ngram is {ngram}; use 1 or more")
+        require(1 <= shortest <= ngram, f"decontaminate.shortest is {shortest}; use 1 to {ngram} (decontaminate.ngram)")
+        require(0 <= threshold <= 1, f"decontaminate.threshold is {threshold}; use 0 to 1")
+        self.benchmarks: dict[str, BenchmarkInfo] = {}
+        self._threshold = threshold
+        self._ngram = ngram
+        self._items = self._read(items, shortest)
+        self._distinct: dict[int, int] = {}  # n-grams of an item, counted when it is first found
+        if self._items:
+            self._build()
+
+    def hits(self, text: str) -> list[Hit]:
+        """The items that contaminate a document, in order; nearly always none."""
+        if not self._items:
+            return []
+        found: dict[int, list[bytes]] = {}  # distinct n-grams of an item, in the order of the document
+        seen: set[bytes] = set()
+        for words in _pieces(text, int(self._lengths[-1]) - 1):
+            for gram, hash_ in self._proposals(words):
+                if gram not in seen:
+                    seen.add(gram)
+                    for item in self._grams.owners(gram, hash_):
+                        found.setdefault(item, []).append(gram)
+        hits = [self._hit(item, found[item]) for item in sorted(found)]
+        return [hit for hit in hits if hit.share >= self._threshold]
+
+    def _read(self, items: Iterable[tuple[str, str]], shortest: int) -> list[_Item]:
+        """The items that can be indexed, benchmark by benchmark; the others are counted."""
+        benchmarks: dict[str, list[list[bytes]]] = {}
+        for benchmark, text in items:
+            benchmarks.setdefault(benchmark, []).append(_split(text))
+        kept: list[_Item] = []
+        for benchmark, texts in benchmarks.items():
+            before = len(kept)
+            for number, words in enumerate(texts):
+                if len(words) >= shortest:
+                    kept.append(_Item(benchmark, number, b" ".join(words), len(words)))
+            indexed = len(kept) - before
+            self.benchmarks[benchmark] = BenchmarkInfo(len(texts), indexed, len(texts) - indexed)
+        return kept
+
+    def _build(self) -> None:
+        """Hash the n-grams of all items.
+
+        A document is asked first where the beginning of any n-gram may be: one question for all lengths. Beginnings are
+        as long as a power of two can be, so that doubling hashes them.
+        """
+        counts = np.array([item.count for item in self._items])
+        lengths = np.minimum(counts, self._ngram)
+        self._lengths = np.unique(lengths)
+        self._beginning = 1 << int(self._lengths[0]).bit_length() - 1
+        self._powers = np.array([pow(BASE, step, 1 << 64) for step in range(self._lengths[-1])], np.uint64)
+        words = _find_words(b" ".join(item.words for item in self._items))
+        per_item = counts - lengths + 1
+        item = np.repeat(np.arange(len(counts)), per_item)
+        number = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)  # of the n-gram in its item
+        first = (np.cumsum(counts) - counts)[item] + number
+        length = lengths[item]
+        hashes = np.zeros(len(item), np.uint64)
+        for step, power in enumerate(self._powers):
+            hashes += np.where(step < length, words.hashes.take(first + step, mode="clip") * power, np.uint64(0))
+        self._filter = _Filter(_hash_windows(words.hashes, self._beginning, self._powers)[first])
+        order = np.argsort(hashes)
+        begin, end = words.starts[first], words.ends[first + length - 1]
+        self._grams = _Grams(hashes[order], item[order], begin[order], end[order], words.data)
+
+    def _proposals(self, words: _Words) -> Iterator[tuple[bytes, np.uint64]]:
+        """The n-grams of a text whose hash is known, with it, in order."""
+        beginnings = _hash_windows(words.hashes, self._beginning, self._powers)
+        at = self._filter.passing(beginnings)
+        if not len(at):
+            return
+        parts = words.hashes.take(at[:, None] + np.arange(len(self._powers)), mode="clip") * self._powers
+        hashes = parts.cumsum(axis=1)[:, self._lengths - 1].ravel()  # (places, lengths)
+        for where in np.flatnonzero(self._grams.known(hashes)).tolist():
+            place, which = divmod(where, len(self._lengths))
+            first, length = int(at[place]), int(self._lengths[which])
+            if first + length <= len(words.starts):
+                yield words.joined(first, length), hashes[where]
+
+    def _hit(self, item: int, found: list[bytes]) -> Hit:
+        """An item and the distinct n-grams of it that were found."""
+        benchmark, number, words, count = self._items[item]
+        if item not in self._distinct:
+            self._distinct[item] = len(set(_plain_grams(words.split(), min(count, self._ngram))))
+        return Hit(benchmark, number, found[0].decode("ascii"), len(found) / self._distinct[item])

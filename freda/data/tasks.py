@@ -1,0 +1,326 @@
+"""One shard task: a part of a source, read, cleaned, decontaminated, encoded and written.
+
+Tasks need nothing of each other. What a task writes is a function of its `key` alone: the settings it depends on, the
+files it reads, and its place in the work. Its record is written after its shards, so a task with a record of the right
+key is done, and any other is redone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freda.config import Config, DocumentsConfig, SourceConfig
+from freda.data import synthetic
+from freda.data.decontaminate import Index
+from freda.data.documents import Broken, Document, find, is_unicode, read
+from freda.data.encode import Encoder, make_encoder
+from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
+from freda.data.tokenizer import BLANK_TEXT, Tokenizer
+from freda.errors import FredaError
+
+WORK = "work"  # folder of records and the tokenizer until the manifest is written
+EXAMPLES = 3  # kept of every reason for which documents are dropped, per task
+JUDGED_FROM = 20  # records; fewer say nothing about the share of broken ones
+SAMPLE = (32, 200_000)  # documents and characters of each source on which the encoder is checked
+
+
+class Task(NamedTuple):
+    """A piece of work: go on with a part of a source."""
+
+    source: str
+    part: int
+    wave: int  # a source that needs more goes on in waves; all tasks of a wave are independent
+    epoch: int
+    skip: int  # records of the part that earlier waves of this epoch have read
+    want: int  # training tokens to write; 0 writes all there is
+
+    @property
+    def name(self) -> str:
+        """What its files are called."""
+        return f"{self.source}-{self.part:05d}" + (f"-{self.wave}" if self.wave else "")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a task did."""
+
+    key: str
+    read: int  # records of the part that are used up, earlier waves included
+    exhausted: bool  # there are no more
+    shards: dict[str, ShardInfo]  # by split; empty ones are left out
+    dropped: dict[str, int] = field(default_factory=dict)  # by reason
+    examples: list[dict[str, str]] = field(default_factory=list)
+    contaminated: dict[str, dict[str, Any]] = field(default_factory=dict)  # {benchmark: {documents, items}}
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens written."""
+        return self.shards["train"].tokens if "train" in self.shards else 0
+
+    def write(self, path: Path) -> None:
+        """Declare the task done."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        os.replace(part, path)
+
+    @classmethod
+    def read_from(cls, path: Path) -> Outcome | None:
+        """The record of a task, if it is there and whole."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            shards = {split: ShardInfo(**info) for split, info in values["shards"].items()}
+            return cls(**{**values, "shards": shards})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+
+# -- what a task depends on ------------------------------------------------------------------------------------------
+
+
+def description(config: Config, root: Path) -> dict[str, Any]:
+    """What the shards depend on, apart from the tokenizer: kept in the manifest, it tells corpora apart."""
+    values: dict[str, Any] = {"prepare": dataclasses.asdict(config.prepare)}
+    del values["prepare"]["tokenizer"]  # its fingerprint counts, not where it lies
+    for name, source in config.source.items():
+        values[f"source.{name}"] = {**dataclasses.asdict(source), **_files(source, root)}
+    for name, benchmark in config.benchmark.items():
+        values[f"benchmark.{name}"] = {**dataclasses.asdict(benchmark), **_files(benchmark, root)}
+    if config.benchmark:
+        values["decontaminate"] = dataclasses.asdict(config.decontaminate)
+    if any(source.kind == "sums" for source in config.source.values()):
+        values["corpus"] = {"generator": synthetic.VERSION, **dataclasses.asdict(config.corpus)}
+    return values
+
+
+def _files(config: DocumentsConfig, root: Path) -> dict[str, int]:
+    if config.kind in ("huggingface", "sums"):
+        return {}
+    paths = {file.path for file in find(config, root)}
+    return {"found": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+
+
+def task_keys(config: Config, root: Path, fingerprint: str) -> Mapping[str, str]:
+    """For every source, the hash of all that its tasks depend on but their place in the work."""
+    whole = description(config, root)
+    settings = {key: value for key, value in whole["prepare"].items() if key not in ("tokens", "broken_share")}
+    shared = {name: value for name, value in whole.items() if not name.startswith(("source.", "prepare"))}
+    keys = {}
+    for name, source in config.source.items():
+        own = {key: value for key, value in whole[f"source.{name}"].items() if key not in ("share", "epochs")}
+        times = [] if source.kind in ("huggingface", "sums") else [_stamp(f.path) for f in find(source, root)]
+        parts = [FORMAT_VERSION, fingerprint, settings, shared, name, own, times]
+        keys[name] = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return keys
+
+
+def _stamp(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+# -- doing it --------------------------------------------------------------------------------------------------------
+
+
+class Tools:
+    """What makes ids of texts: the tokenizer, its fast encoder, and the index of texts to keep out, if any."""
+
+    def __init__(self, config: Config, root: Path, tokenizer: Tokenizer) -> None:
+        texts = (text for source in config.source.values() for text in sample(source, root, config))
+        self.tokenizer = tokenizer
+        self.encoder: Encoder = make_encoder(tokenizer, texts)
+        limits = config.decontaminate
+        self.index = (
+            Index(
+                benchmark_texts(config, root),
+                ngram=limits.ngram,
+                shortest=limits.shortest,
+                threshold=limits.threshold,
+            )
+            if config.benchmark
+            else None
+        )
+
+
+def benchmark_texts(config: Config, root: Path) -> Iterator[tuple[str, str]]:
+    """(benchmark, text) of everything that must be kept out."""
+    for name, benchmark in config.benchmark.items():
+        for record in read(benchmark, root, config.corpus):
+            if isinstance(record, Broken):  # a benchmark that is not read in full would let its texts through
+                raise FredaError(f"benchmark.{name}: {record.where}: {record.reason} ({record.detail}); mend the file")
+            yield name, record.text
+
+
+class Worker:
+    """Carries out tasks; holds what all of them need."""
+
+    def __init__(self, config: Config, root: Path, out: Path) -> None:
+        self.config, self.root, self.out = config, root, out
+        self.tools = Tools(config, root, Tokenizer.load(out / WORK))
+        self.keys = task_keys(config, root, self.tools.tokenizer.fingerprint)
+
+    def key(self, task: Task) -> str:
+        """Names what the task will write."""
+        return hashlib.sha256(json.dumps([self.keys[task.source], *task]).encode()).hexdigest()
+
+    def done(self, task: Task) -> Outcome | None:
+        """The outcome of the task, if it was done before with these very settings."""
+        found = Outcome.read_from(self._record(task))
+        return found if found is not None and found.key == self.key(task) else None
+
+    def run(self, task: Task) -> Outcome:
+        """Do the task, unless it is done."""
+        found = self.done(task)
+        if found is not None:
+            return found
+        try:
+            outcome = self._write(task)
+            outcome.write(self._record(task))
+        except OSError as error:
+            raise FredaError(
+                f"{task.name}: {error.strerror or error}: {error.filename or self.out}; what is finished is kept: "
+                "mend it and run freda prepare again"
+            ) from error
+        return outcome
+
+    def _record(self, task: Task) -> Path:
+        return self.out / WORK / f"{task.name}.json"
+
+    def _write(self, task: Task) -> Outcome:
+        """Read and write until the task has its tokens, or the part ends."""
+        source, tally = self.config.source[task.source], _Tally(self, task)
+        records = read(source, self.root, self.config.corpus, part=task.part, parts=self.config.prepare.parts)
+        number, exhausted = 0, True
+        with ExitStack() as stack:
+            layout = {"eos_id": self.tools.tokenizer.eos_id, "align": self.config.prepare.align}
+            names = {split: f"{split}-{task.name}" for split in SPLITS}
+            writers = {
+                split: stack.enter_context(ShardWriter(self.out, name, **layout)) for split, name in names.items()
+            }
+            for number, record in enumerate(records, start=1):
+                if number <= task.skip:
+                    continue
+                split, ids = tally.judge(number, record)
+                if ids is not None and not (split == "validation" and task.epoch):  # held out once is enough
+                    writers[split].add(ids)
+                if task.want and writers["train"].tokens >= task.want:
+                    exhausted = False
+                    break
+        tally.check_broken(final=True)
+        shards = {split: writer.info(task.source) for split, writer in writers.items() if writer.documents}
+        for split in SPLITS:
+            if split not in shards:
+                for suffix in (".bin", ".idx"):
+                    (self.out / f"{names[split]}{suffix}").unlink()
+        return Outcome(self.key(task), number, exhausted, shards, **tally.results())
+
+
+class _Tally:
+    """Decides about the records of a task and counts what it drops."""
+
+    def __init__(self, worker: Worker, task: Task) -> None:
+        self._tools, self._task = worker.tools, task
+        self._settings = worker.config.prepare
+        self._seen = self._documents = self._broken = 0
+        self._dropped: Counter[str] = Counter()
+        self._examples: list[dict[str, str]] = []
+        self._hits: dict[str, dict[str, Any]] = {}
+
+    def judge(self, number: int, record: Document | Broken) -> tuple[str, NDArray[np.int32] | None]:
+        """The split of a record of the part, and its ids; none if it is dropped."""
+        self._seen += 1
+        if isinstance(record, Broken):
+            self._broken += 1
+            self._drop(record.where, record.reason, record.detail)
+            if self._seen % 1000 == 0:
+                self.check_broken()
+            return "", None
+        self._documents += 1
+        return record.split or self._split(number), self._ids(record)
+
+    def _split(self, number: int) -> str:
+        """Held out or not: a matter of the record's place, so that every epoch and every run agrees."""
+        place = f"{self._settings.seed}/{self._task.source}/{self._settings.parts}/{self._task.part}/{number}"
+        draw = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") / 2**64
+        return "validation" if draw < self._settings.validation_share else "train"
+
+    def _ids(self, document: Document) -> NDArray[np.int32] | None:
+        where, text, ids = document.where, document.text, document.ids
+        if ids is not None:
+            ids = self._own_ids(document, ids)
+            text = self._tools.tokenizer.decode(ids) if self._tools.index is not None else " "
+        if ids is None and (not text or text.isspace()):
+            return self._drop(where, "empty")
+        if len(text) > self._settings.longest:
+            return self._drop(where, "too long", f"{len(text)} characters")
+        if BLANK_TEXT in text:
+            return self._drop(where, f"spells {BLANK_TEXT}")
+        if self._contaminated(where, text):
+            return None
+        try:
+            return ids if ids is not None else self._tools.encoder.encode(text)
+        except FredaError as error:
+            return self._drop(where, "not Unicode", str(error))
+
+    def _own_ids(self, document: Document, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Ids from elsewhere without the EOS that closes them: the writer adds its own."""
+        tokenizer = self._tools.tokenizer
+        if len(ids) and int(ids.max()) >= tokenizer.blank_id:
+            raise FredaError(f"{document.where} holds id {ids.max()}, the tokenizer ends at {tokenizer.blank_id - 1}")
+        return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
+
+    def _contaminated(self, where: str, text: str) -> bool:
+        hits = self._tools.index.hits(text) if self._tools.index is not None else []
+        for name in dict.fromkeys(hit.benchmark for hit in hits):
+            found = self._hits.setdefault(name, {"documents": 0, "items": set()})
+            found["documents"] += 1
+        for hit in hits:
+            self._hits[hit.benchmark]["items"].add(hit.item)
+        if hits:
+            first = hits[0]
+            self._drop(where, f"contaminated by {first.benchmark}", f"item {first.item}: {first.words}")
+        return bool(hits)
+
+    def _drop(self, where: str, reason: str, detail: str = "") -> None:
+        self._dropped[reason] += 1
+        if self._dropped[reason] <= EXAMPLES:
+            example = {"source": self._task.source, "where": where, "reason": reason, "detail": detail[:200]}
+            self._examples.append(example)
+
+    def check_broken(self, *, final: bool = False) -> None:
+        """Too many unreadable records mean wrong settings, and none readable too: better said than counted."""
+        limit, nothing = self._settings.broken_share * self._seen, final and self._broken and not self._documents
+        if nothing or (self._seen >= JUDGED_FROM and self._broken > limit):
+            first = self._examples[0]
+            raise FredaError(
+                f"source.{self._task.source}: {self._broken} of {self._seen} records cannot be read, first "
+                f"{first['where']}: {first['reason']} ({first['detail']}); mend it, or raise prepare.broken_share"
+            )
+
+    def results(self) -> dict[str, Any]:
+        """The fields of the outcome."""
+        hits = {name: {**found, "items": sorted(found["items"])} for name, found in sorted(self._hits.items())}
+        return {"dropped": dict(sorted(self._dropped.items())), "examples": self._examples, "contaminated": hits}
+
+
+def sample(source: SourceConfig, root: Path, config: Config) -> list[str]:
+    """The first texts of a source."""
+    texts: list[str] = []
+    most, characters = SAMPLE
+    for record in read(source, root, config.corpus):
+        if isinstance(record, Document) and is_unicode(record.text) and BLANK_TEXT not in record.text:
+            texts.append(record.text[:characters])
+        if len(texts) == most or sum(map(len, texts)) >= characters:
+            break
+    return texts

@@ -1,0 +1,221 @@
+"""Sources: every kind of file gives its texts, in parts that make the whole, and what is broken is named."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from freda.config import CorpusConfig, DocumentsConfig
+from freda.data import documents
+from freda.data.documents import Broken, Document, Field, find, read
+from freda.errors import FredaError
+
+TEXTS = [f"text number {number}, größer als {number - 1}" for number in range(11)]
+CORPUS = CorpusConfig(problems=6, validation_problems=2)
+
+
+def texts(config: DocumentsConfig, root: Path, part: int = 0, parts: int = 1) -> list[str]:
+    found = list(read(config, root, CORPUS, part=part, parts=parts))
+    assert all(isinstance(record, Document) for record in found), found
+    return [record.text for record in found]  # type: ignore[union-attr]
+
+
+def json_lines(values: list[str]) -> bytes:
+    return "".join(json.dumps({"text": value, "n": 1}) + "\n" for value in values).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    zstandard = pytest.importorskip("zstandard")
+    packed: bytes = zstandard.ZstdCompressor().compress(content)
+    return packed
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstd,
+}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_json_lines_packed_or_not(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(PACKERS[suffix](json_lines(TEXTS)))
+    assert texts(DocumentsConfig(path=f"a.jsonl{suffix}"), tmp_path) == TEXTS
+    assert texts(DocumentsConfig(path="."), tmp_path) == TEXTS, "a folder is searched for files of the kind"
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("files", [1, 4])
+def test_parts_make_the_whole(tmp_path: Path, parts: int, files: int) -> None:
+    for number in range(files):
+        (tmp_path / f"{number}.jsonl").write_bytes(json_lines(TEXTS[number::files]))
+    found = [texts(DocumentsConfig(path="."), tmp_path, part, parts) for part in range(parts)]
+    assert sorted(text for part in found for text in part) == sorted(TEXTS)
+    assert found == [texts(DocumentsConfig(path="."), tmp_path, part, parts) for part in range(parts)]
+
+
+def test_tables(tmp_path: Path) -> None:
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["What, now?", "A\nB", "x"], ["Who?", 'say "hi"', "y"]])
+    config = DocumentsConfig(kind="table", path="a.csv", field="{0}|{1}")
+    assert texts(config, tmp_path) == ["What, now?|A\nB", 'Who?|say "hi"']
+    (tmp_path / "b.tsv").write_text("question\tanswer\n1+1\t2\n2+2\t4\n")
+    config = DocumentsConfig(kind="table", path="b.tsv", field="{question}={answer}")
+    assert texts(config, tmp_path) == ["1+1=2", "2+2=4"]
+    (tmp_path / "c.csv").write_bytes(b"good,1\nb\xffd,2\nshort\n")
+    records = list(read(DocumentsConfig(kind="table", path="c.csv", field="{0} {1}"), tmp_path, CORPUS))
+    reasons = [record.reason if isinstance(record, Broken) else record.text for record in records]
+    assert reasons == ["good 1", "not UTF-8", "no field 1"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pyarrow.table({"text": TEXTS, "n": range(11)}), tmp_path / "a.parquet")
+    assert texts(DocumentsConfig(kind="parquet", path="a.parquet"), tmp_path, 1, 2) == TEXTS[1::2]
+    records = list(read(DocumentsConfig(kind="parquet", path="a.parquet", field="body"), tmp_path, CORPUS))
+    assert records and all(isinstance(record, Broken) and record.reason == "no field body" for record in records)
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(FredaError, match=r"b\.parquet is no readable Parquet file"):
+        texts(DocumentsConfig(kind="parquet", path="b.parquet"), tmp_path)
+
+
+def test_text_files_and_code(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.md", "sub/c.txt", "x.py", ".hidden/d.txt", "__pycache__/e.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts(DocumentsConfig(kind="text", path="."), tmp_path) == ["a.md", "b.txt", "sub/c.txt"]
+    assert texts(DocumentsConfig(kind="code", path="."), tmp_path) == ["x.py"]
+    assert texts(DocumentsConfig(kind="text", path=".", files="sub/*"), tmp_path) == ["sub/c.txt"]
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    broken = [r for r in read(DocumentsConfig(kind="text", path="."), tmp_path, CORPUS) if isinstance(r, Broken)]
+    assert [(record.where, record.reason) for record in broken] == [(str(tmp_path / "b.txt"), "not UTF-8")]
+
+
+def test_the_standard_library_is_a_source() -> None:
+    files = find(DocumentsConfig(kind="code", path="stdlib"), Path("/nowhere"))
+    assert any(file.path.name == "argparse.py" for file in files)
+    assert not any("site-packages" in file.path.parts for file in files)
+
+
+def test_archives(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar.xz", "w:xz") as tar:
+        for name, content in (("x/one_train.jsonl", TEXTS[:3]), ("x/README", []), ("x/two_test.jsonl", TEXTS[3:])):
+            data = json_lines(content)
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    assert texts(DocumentsConfig(path="a.tar.xz"), tmp_path) == TEXTS
+    assert texts(DocumentsConfig(path="a.tar.xz", files="*_train.jsonl"), tmp_path) == TEXTS[:3]
+    record = next(iter(read(DocumentsConfig(path="a.tar.xz", field="nope"), tmp_path, CORPUS)))
+    assert record == Broken(f"{tmp_path}/a.tar.xz!x/one_train.jsonl:1", "no field nope", "it has text, n")
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_token_files_of_datatrove(tmp_path: Path, width: int) -> None:
+    np.array([1, 2, 9, 3, 9], f"<u{width}").tofile(tmp_path / "a.ds")
+    np.array([3, 5], "<u8").tofile(tmp_path / "a.ds.index")
+    (tmp_path / "a.ds.metadata").write_text(f"some/tokenizer|{width}\n5")
+    found = list(read(DocumentsConfig(kind="datatrove", path="."), tmp_path, CORPUS))
+    assert [record.ids.tolist() for record in found] == [[1, 2, 9], [3, 9]]  # type: ignore[union-attr]
+    np.array([3, 6], "<u8").tofile(tmp_path / "a.ds.index")
+    with pytest.raises(FredaError, match="has 5 tokens, its index ends at 6"):
+        list(read(DocumentsConfig(kind="datatrove", path="."), tmp_path, CORPUS))
+
+
+def test_hugging_face_datasets(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_bytes(json_lines(TEXTS[number::3]))
+    config = DocumentsConfig(kind="huggingface", path=str(tmp_path), split="train")
+    found = [texts(config, Path(), part, 3) for part in range(3)]
+    assert sorted(text for part in found for text in part) == sorted(TEXTS)
+    assert all(found)
+    with pytest.raises(FredaError, match=r"cannot read the dataset .*/nowhere/train"):
+        texts(DocumentsConfig(kind="huggingface", path=str(tmp_path / "nowhere")), Path())
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("datasets", "zstandard", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"x")
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    for kind, path, name in (
+        ("huggingface", "x/y", "datasets"),
+        ("jsonl", "a.jsonl.zst", "zstandard"),
+        ("parquet", "a.parquet", "pyarrow"),
+    ):
+        with pytest.raises(FredaError, match=rf"needs the package {name}; pip install 'freda\[data\]'"):
+            texts(DocumentsConfig(kind=kind, path=path), tmp_path)  # type: ignore[arg-type]
+
+
+def test_the_embedded_generator_says_what_is_held_out() -> None:
+    records = list(read(DocumentsConfig(kind="sums"), Path(), CORPUS))
+    assert [record.split for record in records] == ["train"] * 6 + ["validation"] * 2  # type: ignore[union-attr]
+    again = [list(read(DocumentsConfig(kind="sums"), Path(), CORPUS, part=part, parts=3)) for part in range(3)]
+    assert [again[index % 3][index // 3] for index in range(8)] == records
+
+
+def test_broken_lines_are_named(tmp_path: Path) -> None:
+    lines = [b'{"text": "good"}', b"{broken", b"[1]", b'{"body": "x"}', b'{"text": "\xff"}', b"", b'{"text": null}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b'\n{"text": "no line break at the end"}')
+    records = list(read(DocumentsConfig(path="a.jsonl"), tmp_path, CORPUS))
+    seen = [(r.where.rpartition(":")[2], r.reason if isinstance(r, Broken) else r.text) for r in records]
+    assert seen == [
+        ("1", "good"),
+        ("2", "not JSON"),
+        ("3", "not a JSON object"),
+        ("4", "no field text"),
+        ("5", "not UTF-8"),
+        ("7", "no field text"),
+        ("8", "no line break at the end"),
+    ]
+    assert records[3].detail == "it has body"  # type: ignore[union-attr]
+
+
+def test_a_line_that_would_fill_the_memory_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LONGEST_LINE", 40)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["a", "b" * 200, "c"]))
+    (tmp_path / "a.txt").write_text("d" * 41)
+    records = list(read(DocumentsConfig(path="a.jsonl"), tmp_path, CORPUS))
+    assert [r.reason if isinstance(r, Broken) else r.text for r in records] == ["a", "line too long", "c"]
+    whole = list(read(DocumentsConfig(kind="text", path="a.txt"), tmp_path, CORPUS))
+    assert [record.reason for record in whole] == ["file too long"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_a_file_that_ends_early_is_refused(tmp_path: Path, suffix: str) -> None:
+    whole = PACKERS[suffix](json_lines([text * 50 + str(n) for n, text in enumerate(TEXTS * 20)]))
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(FredaError, match=rf"a\.jsonl{suffix} is cut short or damaged"):
+        list(read(DocumentsConfig(path=f"a.jsonl{suffix}"), tmp_path, CORPUS))
+
+
+def test_wrong_places(tmp_path: Path) -> None:
+    with pytest.raises(FredaError, match=r"there is no .*nowhere; relative paths start from the folder given"):
+        read(DocumentsConfig(path="nowhere"), tmp_path, CORPUS)
+    with pytest.raises(FredaError, match=r"holds no file of kind jsonl \(\*.jsonl \*.ndjson\); set files to a pattern"):
+        read(DocumentsConfig(path="."), tmp_path, CORPUS)
+    with pytest.raises(FredaError, match="which is no template"):
+        Field("{open")
+
+
+def test_templates() -> None:
+    select = Field("Q: {question.stem}\n{choices}\nA: {n}")
+    values = {"question": {"stem": "Who?"}, "choices": ["a", "b"], "n": 3}
+    assert select("here", values) == Document("here", "Q: Who?\na\nb\nA: 3")
+    assert select("here", {"question": "flat"}) == Broken("here", "no field question.stem", "it has question")

@@ -1,0 +1,449 @@
+"""`prepare`: mixtures, waves and epochs, what is dropped, and that a killed run ends with the same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from freda.config import Config, CorpusConfig, DocumentsConfig, PrepareConfig, SourceConfig, load
+from freda.data import tasks
+from freda.data.estimate import duration, plan_lines
+from freda.data.prepare import budgets, next_wave, prepare, prepare_corpus
+from freda.data.shards import Documents, Manifest, ShardInfo
+from freda.data.synthetic import problems_of
+from freda.data.tasks import Outcome, Task, Worker
+from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
+from freda.errors import FredaError
+
+ROOT = Path(__file__).parent.parent
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "river",
+    "stone",
+    "cloud",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "tree",
+    "house",
+    "walks",
+    "talks",
+    "sings",
+]
+
+
+def sentence(generator: random.Random, words: int) -> str:
+    return " ".join(generator.choices(WORDS, k=words)) + "."
+
+
+def write_source(path: Path, documents: int, seed: int = 0, words: int = 30) -> None:
+    generator = random.Random(seed)
+    lines = [json.dumps({"text": f"{n} " + sentence(generator, generator.randint(1, words))}) for n in range(documents)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for number, name in enumerate(("one", "two")):
+        write_source(tmp_path / f"{name}.jsonl", 150, number)
+    return tmp_path
+
+
+def mixture(**settings: Any) -> Config:
+    values = {"vocab_size": 300, "parts": 3, "validation_share": 0.1, **settings}
+    sources = {"one": SourceConfig(path="one.jsonl", share=3.0), "two": SourceConfig(path="two.jsonl", share=1.0)}
+    return Config(prepare=PrepareConfig(**values), source=sources)
+
+
+def texts(folder: Path, split: str = "train") -> list[str]:
+    manifest, tokenizer = Manifest.read(folder), Tokenizer.load(folder)
+    documents = Documents(folder, split, manifest)
+    return [tokenizer.decode(documents.document(index).tolist()) for index in range(len(documents))]
+
+
+# -- the whole -------------------------------------------------------------------------------------------------------
+
+
+def test_every_document_is_written_once(root: Path) -> None:
+    manifest = prepare(mixture(), root / "out", root=root)
+    written = texts(root / "out") + texts(root / "out", "validation")
+    lines = [line for name in ("one", "two") for line in (root / f"{name}.jsonl").read_text().splitlines()]
+    expected = [json.loads(line)["text"] for line in lines]
+    assert sorted(written) == sorted(expected)
+    assert 10 < manifest.splits["validation"].documents < 60
+    assert manifest.dropped == {} and manifest.contamination == {}
+    names = {path.name for path in (root / "out").iterdir()}
+    shards = {f"{split}-{source}-{part:05d}.{kind}" for split in ("train", "validation") for source in ("one", "two")
+              for part in range(3) for kind in ("bin", "idx")}  # fmt: skip
+    assert names == shards | {"manifest.json", "tokenizer.json", "tokenizer_config.json"}, "records are gone"
+    documents = Documents(root / "out", "train", manifest)
+    ids = documents.document(0)
+    assert len(ids) % 8 == 0 and ids[-1] == manifest.eos_id
+
+
+def test_the_embedded_corpus(tmp_path: Path) -> None:
+    corpus = CorpusConfig(problems=200, validation_problems=20, max_number=30, vocab_size=300)
+    manifest = prepare_corpus(corpus, tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    for split, count in (("train", 200), ("validation", 20)):
+        problems = problems_of(corpus, split)  # type: ignore[arg-type]
+        assert texts(folder, split) == [next(problems).document for _ in range(count)]
+    tokenizer = Tokenizer.load(folder)
+    seen = (manifest.tokenizer, manifest.eos_id, manifest.blank_id, manifest.align)
+    assert seen == (tokenizer.fingerprint, tokenizer.eos_id, tokenizer.blank_id, 8)
+    assert Manifest.read(folder) == manifest
+    none = prepare_corpus(dataclasses.replace(corpus, validation_problems=0), tmp_path / "none")
+    assert none.splits["validation"].documents == 0
+    shipped = Path(__file__).parent.parent / "configs" / "corpus-sums.toml"
+    assert load(shipped).corpus == CorpusConfig()
+
+
+def test_the_same_bytes_whatever_the_number_of_processes(root: Path) -> None:
+    config = mixture(tokens=6000)
+    prepare(config, root / "one process", root=root)
+    prepare(config, root / "two processes", root=root, workers=2)
+    assert contents(root / "one process") == contents(root / "two processes")
+    prepare(mixture(tokens=6000, seed=7), root / "other", root=root)
+    assert contents(root / "one process") != contents(root / "other")
+    assert not multiprocessing.active_children()
+
+
+def test_under_torchrun(root: Path) -> None:
+    """The engine for many machines, here with two processes on one."""
+    (root / "mix.toml").write_text(
+        '[prepare]\nvocab_size = 300\nparts = 3\ntokens = 6000\nvalidation_share = 0.1\n'
+        '[source.one]\npath = "one.jsonl"\nshare = 3\n[source.two]\npath = "two.jsonl"\n'
+    )  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "freda", "prepare"]
+    command += [str(root / "mix.toml"), str(root / "many"), "--data", str(root), "--workers", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("train: ") == 1, "one process speaks"
+    prepare(mixture(tokens=6000), root / "alone", root=root)
+    assert contents(root / "many") == contents(root / "alone")
+
+
+# -- mixture by tokens -----------------------------------------------------------------------------------------------
+
+
+def test_the_mixture_is_by_tokens(root: Path) -> None:
+    write_source(root / "two.jsonl", 400, words=3)  # short documents: shares of documents would differ
+    config = mixture(tokens=6000, validation_share=0.0)
+    assert budgets(config) == {"one": 4500, "two": 1500}
+    manifest = prepare(config, root / "out", root=root)
+    tokens = {
+        name: sum(s.tokens for s in manifest.splits["train"].shards if s.source == name) for name in ("one", "two")
+    }
+    longest = 150  # each of three parts may exceed its share by less than a document
+    assert 4500 <= tokens["one"] < 4500 + 3 * longest and 1500 <= tokens["two"] < 1500 + 3 * longest
+
+
+def test_a_stream_that_runs_dry_stops_the_run_or_is_repeated(root: Path) -> None:
+    config = mixture(tokens=60_000, validation_share=0.0)
+    with pytest.raises(
+        FredaError, match=r"source.one ran dry: [\d,]+ of 45,000 tokens after 1 epochs; (\d) epochs would do"
+    ):
+        prepare(config, root / "out", root=root)
+    kept = {path.name: path.stat().st_mtime_ns for path in (root / "out").glob("train-*")}
+    assert kept
+    more = {name: dataclasses.replace(source, epochs=9) for name, source in config.source.items()}
+    manifest = prepare(dataclasses.replace(config, source=more), root / "out", root=root)
+    assert {name: (root / "out" / name).stat().st_mtime_ns for name in kept} == kept, "what was done is not done again"
+    assert manifest.splits["train"].tokens >= 60_000
+    written = texts(root / "out")
+    assert max(written.count(text) for text in written) > 1
+
+
+def test_held_out_documents_are_not_trained_on_in_later_epochs(root: Path) -> None:
+    config = mixture(tokens=60_000)
+    more = {name: dataclasses.replace(source, epochs=9) for name, source in config.source.items()}
+    prepare(dataclasses.replace(config, source=more), root / "out", root=root)
+    held_out = texts(root / "out", "validation")
+    assert held_out and not set(held_out) & set(texts(root / "out"))
+    assert len(held_out) == len(set(held_out))
+
+
+def outcome(tokens: int, read: int, exhausted: bool) -> Outcome:
+    return Outcome("", read, exhausted, {"train": ShardInfo("", "s", 1, tokens, "", "")} if tokens else {})
+
+
+def test_waves() -> None:
+    """What is planned follows from what is done: shares, then gaps, then another epoch, then dry."""
+    first, word = next_wave("s", 100, 2, 3, [])
+    assert first == [Task("s", part, 0, 0, 0, 34) for part in range(3)] and not word
+    wave = dict(zip(first, [outcome(40, 5, False), outcome(10, 2, True), outcome(34, 9, False)], strict=True))
+    second, _ = next_wave("s", 100, 2, 3, [wave])
+    assert second == [Task("s", 0, 1, 0, 5, 8), Task("s", 2, 1, 0, 9, 8)], "the others fill the gap, where they were"
+    dry = dict(zip(second, [outcome(3, 6, True), outcome(2, 10, True)], strict=True))
+    third, _ = next_wave("s", 100, 2, 3, [wave, dry])
+    assert third == [Task("s", part, 2, 1, 0, 4) for part in range(3)], "another epoch, from the start"
+    last = dict(zip(third, [outcome(1, 1, True)] * 3, strict=True))
+    assert next_wave("s", 100, 2, 3, [wave, dry, last]) == (
+        [],
+        "source.s ran dry: 92 of 100 tokens after 2 epochs; 2 epochs would do",
+    )
+    assert next_wave("s", 89, 2, 3, [wave, dry]) == ([], ""), "enough"
+    assert next_wave("s", 0, 9, 3, [wave]) == ([], ""), "0 takes all there is, once"
+    nothing = dict(zip(first, [outcome(0, 4, True)] * 3, strict=True))
+    assert next_wave("s", 100, 9, 3, [nothing])[1] == "source.s ran dry: 0 of 100 tokens after 1 epochs"
+
+
+# -- what is dropped -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_dropped_without_a_word(root: Path) -> None:
+    lines = ['{"text": ""}', '{"text": " \\n "}', "{broken", '{"text": "<|blank|> here"}', '{"text": "\\ud800"}']
+    lines.append(json.dumps({"text": "long " * 100}))
+    with open(root / "one.jsonl", "a") as file:
+        file.write("\n".join(lines) + "\n")
+    manifest = prepare(mixture(longest=400), root / "out", root=root)
+    expected = {"empty": 2, "not JSON": 1, "not Unicode": 1, "spells <|blank|>": 1, "too long": 1}
+    assert manifest.dropped == {"one": expected}
+    total = sum(split.documents for split in manifest.splits.values())
+    assert total == 300
+    where = {example["reason"]: example["where"] for example in manifest.examples}
+    assert where["not JSON"].endswith("one.jsonl:153") and len(manifest.examples) == 6
+
+
+def test_too_many_broken_records_stop_the_run(root: Path) -> None:
+    config = mixture()
+    wrong = dataclasses.replace(config, source={"one": SourceConfig(path="one.jsonl", field="body")})
+    with pytest.raises(
+        FredaError, match=r"source.one: 50 of 50 records cannot be read, first .*one.jsonl:1: no field body"
+    ):
+        prepare(wrong, root / "out", root=root)
+    with open(root / "one.jsonl", "a") as file:
+        file.write("{broken\n" * 30)
+    with pytest.raises(FredaError, match=r"1\d of 6\d records .*one.jsonl:151: not JSON .*raise prepare.broken_share"):
+        prepare(config, root / "more", root=root)
+    assert prepare(mixture(broken_share=0.3), root / "more", root=root).dropped == {"one": {"not JSON": 30}}
+
+
+def test_decontamination_is_counted_by_benchmark_and_source(root: Path) -> None:
+    generator = random.Random(5)
+    questions = [sentence(generator, 20) for _ in range(4)]
+    (root / "exam.jsonl").write_text("\n".join(json.dumps({"question": q}) for q in [*questions, "too short"]))
+    with open(root / "one.jsonl", "a") as file:
+        for text in (f"Before. {questions[0].upper()} After.", questions[1], questions[1] + " again"):
+            file.write(json.dumps({"text": text}) + "\n")
+    exam = DocumentsConfig(path="exam.jsonl", field="question")
+    config = dataclasses.replace(mixture(), benchmark={"exam": exam})
+    manifest = prepare(config, root / "out", root=root)
+    assert manifest.dropped == {"one": {"contaminated by exam": 3}}
+    found = manifest.contamination["exam"]
+    assert (found["items"], found["indexed"], found["too_short"]) == (5, 4, 1)
+    assert found["sources"] == {"one": {"documents": 3, "items": 2}}
+    assert any("item 0: " in example["detail"] for example in manifest.examples)
+    assert not any(question in text for question in questions for text in texts(root / "out"))
+    (root / "exam.jsonl").write_text("{broken")
+    with pytest.raises(FredaError, match=r"benchmark.exam: .*exam.jsonl:1: not JSON"):
+        prepare(config, root / "again", root=root)
+
+
+def test_tokens_of_datatrove_become_shards(root: Path) -> None:
+    tokenizer = train_tokenizer(WORDS, 300)
+    tokenizer.save(root / "tokenizer")
+    bodies = [tokenizer.encode(text) for text in ("alpha beta", "river stone cloud")]
+    ids = [token for body in bodies for token in [*body, tokenizer.eos_id]]
+    np.array(ids, "<u4").tofile(root / "a.ds")
+    np.cumsum([len(body) + 1 for body in bodies]).astype("<u8").tofile(root / "a.ds.index")
+    config = Config(
+        prepare=PrepareConfig(tokenizer="tokenizer", parts=1, validation_share=0.0),
+        source={"ready": SourceConfig(kind="datatrove", path="a.ds")},
+    )
+    manifest = prepare(config, root / "out", root=root)
+    assert texts(root / "out") == ["alpha beta", "river stone cloud"]
+    assert manifest.splits["train"].tokens == sum(len(body) // 8 * 8 + 8 for body in bodies)
+    np.array([400] * len(ids), "<u4").tofile(root / "a.ds")
+    with pytest.raises(FredaError, match="holds id 400, the tokenizer ends at"):
+        prepare(config, root / "other", root=root)
+
+
+# -- stopping and going on -------------------------------------------------------------------------------------------
+
+
+def test_again_does_nothing_and_another_corpus_is_refused(root: Path) -> None:
+    config = mixture(tokens=6000)
+    manifest = prepare(config, root / "out", root=root)
+    stamps = {path.name: path.stat().st_mtime_ns for path in (root / "out").iterdir()}
+    assert prepare(config, root / "out", root=root) == manifest
+    assert {path.name: path.stat().st_mtime_ns for path in (root / "out").iterdir()} == stamps
+    with pytest.raises(FredaError, match=r"another corpus: prepare.tokens 6000 \(now 7000\); choose another"):
+        prepare(mixture(tokens=7000), root / "out", root=root)
+    write_source(root / "two.jsonl", 10)
+    with pytest.raises(FredaError, match=r"another corpus: source.two.bytes \d+ \(now \d+\)"):
+        prepare(config, root / "out", root=root)
+
+
+@pytest.mark.parametrize("kill_after", [1, 3, 5])
+def test_a_failed_run_goes_on_with_the_same_bytes(root: Path, kill_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, calls = mixture(tokens=6000), []
+    write = Worker._write
+
+    def failing(self: Worker, task: Task) -> Outcome:
+        calls.append(task)
+        if len(calls) == kill_after:
+            raise KeyboardInterrupt
+        return write(self, task)
+
+    monkeypatch.setattr(Worker, "_write", failing)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, root / "killed", root=root)
+    with pytest.raises(FredaError, match="half written"):
+        Manifest.read(root / "killed")
+    begun = len(calls)
+    prepare(config, root / "killed", root=root)
+    assert not set(calls[begun:]) & set(calls[: kill_after - 1]), "finished tasks are not done again"
+    monkeypatch.undo()
+    prepare(config, root / "whole", root=root)
+    assert contents(root / "killed") == contents(root / "whole")
+
+
+def test_killed_without_mercy(root: Path) -> None:
+    """SIGKILL at random moments; each new run goes on; the end is that of a run left in peace."""
+    write_source(root / "one.jsonl", 4000)
+    code = (
+        "import sys; from pathlib import Path; from tests.test_prepare import mixture; "
+        "from freda.data.prepare import prepare; prepare(mixture(parts=6), Path(sys.argv[1]), root=Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", code, str(root / "killed"), str(root)]
+    generator, kills = random.Random(1), 0
+    for _ in range(30):
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        try:
+            process.wait(generator.uniform(0.3, 1.2) if kills < 4 else 60)
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert kills and process.returncode == 0
+    prepare(mixture(parts=6), root / "whole", root=root)
+    assert contents(root / "killed") == contents(root / "whole")
+
+
+def test_changed_settings_do_not_reuse_what_depends_on_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> Manifest:
+        raise KeyboardInterrupt
+
+    for change in ({"align": 16}, {"validation_share": 0.3}, {"longest": 100}):
+        with monkeypatch.context() as patch:
+            patch.setattr("freda.data.prepare._finish", stop)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(mixture(), root / "changed", root=root)
+        prepare(mixture(**change), root / "changed", root=root)
+        prepare(mixture(**change), root / "fresh", root=root)
+        assert contents(root / "changed") == contents(root / "fresh"), change
+        for name in ("changed", "fresh"):
+            subprocess.run(["rm", "-r", str(root / name)], check=True)
+
+
+def test_a_source_that_changed_meanwhile_is_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> Manifest:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("freda.data.prepare._finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(mixture(), root / "out", root=root)
+    text = (root / "one.jsonl").read_text()
+    time.sleep(0.01)
+    (root / "one.jsonl").write_text(text.replace("alpha", "omega"))  # of the same size
+    prepare(mixture(), root / "out", root=root)
+    assert any("omega" in text for text in texts(root / "out"))
+
+
+def test_two_processes_on_one_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(*_: object) -> Mapping[str, object]:
+        prepare(mixture(), root / "out", root=root)
+        raise AssertionError("both write")
+
+    monkeypatch.setattr("freda.data.prepare._all_waves", meet)
+    with pytest.raises(FredaError, match=r"another process is writing .*out; wait for it or choose another folder"):
+        prepare(mixture(), root / "out", root=root)
+
+
+def test_a_full_disk_leaves_what_is_finished(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, count = tasks.ShardWriter.add, [0]
+
+    def full(self: Any, ids: Any) -> None:
+        count[0] += 1
+        if count[0] == 120:
+            raise OSError(28, "No space left on device")
+        add(self, ids)
+
+    monkeypatch.setattr(tasks.ShardWriter, "add", full)
+    with pytest.raises(FredaError, match=r"No space left on device: .*what is finished is kept"):
+        prepare(mixture(), root / "out", root=root)
+    assert (root / "out" / "work" / "one-00000.json").exists()
+    prepare(mixture(), root / "out", root=root)
+    prepare(mixture(), root / "whole", root=root)
+    assert contents(root / "out") == contents(root / "whole")
+
+
+@pytest.mark.parametrize("names", [["notes.txt"], ["train.bin", "notes.txt"], ["tokenizer.json"]])
+def test_nothing_of_others_is_overwritten(root: Path, names: list[str]) -> None:
+    (root / "out").mkdir()
+    for name in names:
+        (root / "out" / name).write_text("mine")
+    with pytest.raises(FredaError, match=r"is in use .*choose another folder"):
+        prepare(mixture(), root / "out", root=root)
+    assert contents(root / "out") == {name: b"mine" for name in names}
+    with pytest.raises(FredaError, match="is a file; name a folder"):
+        prepare(mixture(), root / "one.jsonl", root=root)
+
+
+# -- tokenizers and the plan -----------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_of_another_checkpoint_gets_blank(tmp_path: Path) -> None:
+    import lzma
+
+    own = train_tokenizer(WORDS, 300)
+    own.save(tmp_path / "own")
+    values = json.loads((tmp_path / "own" / "tokenizer.json").read_text())
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] != "<|blank|>"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json.xz").write_bytes(lzma.compress(json.dumps(values).encode()))
+    (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    opened = open_tokenizer(tmp_path / "other")
+    assert (opened.blank_id, opened.eos_id) == (own.blank_id, own.eos_id)
+    assert open_tokenizer(tmp_path / "own").fingerprint == own.fingerprint
+    with pytest.raises(FredaError, match="there is no folder"):
+        open_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "other" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(FredaError, match=r"other: tokenizer_config.json names no eos_token"):
+        open_tokenizer(tmp_path / "other")
+
+
+def test_the_plan_says_what_would_be_done(root: Path) -> None:
+    exam = DocumentsConfig(path="two.jsonl")
+    config = dataclasses.replace(mixture(tokens=60_000), benchmark={"exam": exam})
+    lines = "\n".join(plan_lines(config, root, 2))
+    assert "60,000 tokens" in lines and "with 2 processes" in lines and "encoding with" in lines
+    assert "would run dry: one, with epochs=1" in lines
+    assert "keeps out exam: " in lines
+    assert not (root / "out").exists()
+    assert [duration(s) for s in (5, 600, 9000)] == ["5 s", "10 min", "2.5 h"]
