@@ -106,8 +106,17 @@ def test_text_files_and_code(tmp_path: Path) -> None:
     assert [(record.where, record.reason) for record in broken] == [(str(tmp_path / "b.txt"), "not UTF-8")]
 
 
-def test_the_standard_library_is_a_source() -> None:
-    files = find(DocumentsConfig(kind="code", path="stdlib"), Path("/nowhere"))
+def test_files_come_in_a_random_order_that_a_seed_fixes(tmp_path: Path) -> None:
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.txt").write_text(name)
+    config = DocumentsConfig(kind="text", path=".")
+    order = ["".join(r.text for r in read(config, tmp_path, CORPUS, seed=seed)) for seed in (1, 1, 2)]  # type: ignore[union-attr]
+    assert order[0] == order[1] != order[2] and sorted(order[0]) == sorted(order[2]) == list("abcdefgh")
+
+
+@pytest.mark.parametrize("pattern", ["", "*.py"])
+def test_the_standard_library_is_a_source(pattern: str) -> None:
+    files = find(DocumentsConfig(kind="code", path="stdlib", files=pattern), Path("/nowhere"))
     assert any(file.path.name == "argparse.py" for file in files)
     assert not any("site-packages" in file.path.parts for file in files)
 

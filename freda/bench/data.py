@@ -18,12 +18,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from freda.config import Config, DecontaminateConfig, PrepareConfig, SourceConfig
 from freda.data.decontaminate import Index
 from freda.data.documents import Document, read
-from freda.data.encode import make_encoder
-from freda.data.prepare import named_tokenizer, prepare
-from freda.data.tasks import benchmark_texts
+from freda.data.encode import Encoder, make_encoder
+from freda.data.prepare import named_tokenizer
+from freda.data.tasks import WORK, Task, Worker, benchmark_texts
 from freda.errors import require
 
 REPEATS = 3  # of every measurement; the best counts, the others were disturbed
@@ -37,14 +39,15 @@ def bench_data(config: Config, root: Path, megabytes: float) -> dict[str, Any]:
     texts = _texts(config, root, megabytes)
     tokenizer = named_tokenizer(config, root)
     encoder = make_encoder(tokenizer, texts[:100])
+    library = tokenizers.Tokenizer.from_str(tokenizer.json_text)
     tokens = sum(len(encoder.encode(text)) for text in texts)
     size = sum(len(text.encode()) for text in texts) / 1e6
     measured = {
-        "tokenizers alone": _best(lambda: tokenizer.encode_batch(texts)),
+        "tokenizers alone": _best(lambda: library.encode_batch_fast(texts, add_special_tokens=False)),
         f"encoder ({encoder.library})": _best(lambda: [encoder.encode(text) for text in texts]),
     }
     if encoder.library == "tiktoken":
-        measured = {"tiktoken alone": _best(lambda: encoder.raw(texts)), **measured}
+        measured = {"tiktoken alone": _best(lambda: _tiktoken_alone(encoder, texts)), **measured}
     if config.benchmark:
         limits = dataclasses.asdict(config.decontaminate)
         index = Index(benchmark_texts(config, root), **limits)
@@ -55,6 +58,12 @@ def bench_data(config: Config, root: Path, megabytes: float) -> dict[str, Any]:
     for row in rows:
         row["ratio"] = row["tokens_per_second"] / reference
     return {"documents": len(texts), "megabytes": size, "tokens": tokens, "reference": rows[0]["what"], "rows": rows}
+
+
+def _tiktoken_alone(encoder: Encoder, texts: Sequence[str]) -> None:
+    assert encoder.tiktoken is not None
+    for text in texts:
+        encoder.tiktoken.encode_ordinary(text)
 
 
 def _texts(config: Config, root: Path, megabytes: float) -> list[str]:
@@ -103,7 +112,7 @@ def _end_to_end(config: Config, root: Path, texts: Sequence[str], tokens: int, s
                 benchmark=benchmarks,
                 decontaminate=config.decontaminate if benchmarks else DecontaminateConfig(),
             )
-            seconds, memory = _in_own_process(own, root, folder / "out")
+            seconds, memory = _in_own_process(own, root, folder / title.replace(" ", "-"))
             share = 0.1 if "tenth" in title else 1.0
             rows.append({**_row(title, seconds, round(tokens * share), size * share), "peak_memory_mb": memory})
     return rows
@@ -111,25 +120,18 @@ def _end_to_end(config: Config, root: Path, texts: Sequence[str], tokens: int, s
 
 def _in_own_process(config: Config, root: Path, out: Path) -> tuple[float, float]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_prepare_timed, config, root, out).result()
+        return pool.submit(_run_task, config, root, out).result()
 
 
-def _prepare_timed(config: Config, root: Path, out: Path) -> tuple[float, float]:
-    """Best time of the task itself, without building the tools it shares with all others, and the peak memory in MB."""
-    from freda.data import prepare as module
-
-    seconds: list[float] = []
-    run = module.Worker.run
-
-    def timed(self: Any, task: Any) -> Any:
-        begun = time.perf_counter()
-        outcome = run(self, task)
-        seconds.append(time.perf_counter() - begun)
-        return outcome
-
-    module.Worker.run = timed  # type: ignore[method-assign]
+def _run_task(config: Config, root: Path, out: Path) -> tuple[float, float]:
+    """Best time of the one task, without building the tools that all tasks share, and the peak memory in MB."""
+    named_tokenizer(config, root).save(out / WORK)
+    worker = Worker(config, root, out)
+    seconds = []
     for number in range(REPEATS):
-        prepare(config, out.with_name(f"{out.name}{number}-{os.getpid()}"), root=root)
+        begun = time.perf_counter()
+        worker.run(Task("texts", part=0, wave=number, epoch=0, skip=0, want=0))  # another wave, or it would be done
+        seconds.append(time.perf_counter() - begun)
     return min(seconds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

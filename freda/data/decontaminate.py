@@ -5,10 +5,11 @@ A benchmark item is known by all its n-grams of 13 words, a short one by its 8 t
 says too little and is only counted. A document is contaminated by an item if it holds one of the item's n-grams, or,
 with a threshold, at least that share of the distinct ones.
 
-`plain_hits` states the rule; `Index` follows it at 200 MB per second and core. Nearly no document is contaminated, so
-the work is in saying no: words, then n-grams become 64-bit hashes in a few passes of numpy, and a table of the hashes
-that occur rejects nearly every place. Hashes only propose. What they propose is compared word by word, so that a
-collision costs microseconds, never a document.
+`plain_hits` states the rule; `Index` follows it at 140 MB per second and core (textbook modules of 17 kB against a
+million n-grams; a call takes 40 microseconds at least, so that documents of 0.7 kB go at 16). Nearly no document is
+contaminated, so the work is in saying no: words, then n-grams become 64-bit hashes in a few passes of numpy, and a
+filter of the hashes that occur rejects nearly every place. Hashes only propose. What they propose is compared word by
+word, so that a collision costs microseconds, never a document.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.config import require
+from freda.errors import require
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
 WORD = re.compile(rb"[a-z0-9]+")
-PIECE = 1 << 16  # characters looked at in one go: the arrays of a piece, 80 kB each, stay in the L2 cache
+PIECE = 1 << 16  # characters looked at in one go: as fast as a million with a sixteenth of the memory, and in the cache
 LOAD = 8  # bytes of a word that are read as one number
-LOAD_MASKS = np.array([(1 << 8 * count) - 1 for count in range(LOAD + 1)], np.uint64)  # what is left of `count` bytes
-BASE = 0xD6E8FEB86659FD93  # odd, as are the next two: no bit is lost by multiplying
-MIX, MIX_LONG = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+SPACE = b" " * LOAD  # put around texts, so that reading from any place stays within them
+MIX, BASE = np.uint64(0x9E3779B97F4A7C15), 0xD6E8FEB86659FD93  # odd, so that multiplying loses nothing
 HALF = np.uint64(32)
+FIRST_MASKS = np.array([(1 << 8 * length) - 1 for length in range(LOAD + 1)], np.uint64)  # a word's part of 8 bytes
+# The last 8 bytes count in words of more than 8, differently for each length; there are few of 64 and more.
+LAST_FACTORS = np.array([(length > LOAD) * BASE**length % (1 << 64) for length in range(64)], np.uint64)
 FILTER_BITS = 32  # of the filter for each n-gram, which sets 5 of them
 PATTERNS = np.bitwise_or.reduce(np.uint64(1) << np.random.default_rng(0).integers(0, 64, (1 << 14, 5), np.uint64), 1)
 PATTERN_MASK = np.uint64(len(PATTERNS) - 1)
@@ -135,13 +138,11 @@ def _pieces(text: str, overlap: int) -> Iterator[_Words]:
 
 def _find_words(data: bytes) -> _Words:
     """The words of some bytes."""
-    raw = np.frombuffer(data + bytes(LOAD), np.uint8)  # 8 bytes can be read from any place
+    raw = np.frombuffer(b"".join((SPACE, data, SPACE)), np.uint8)
     lower = raw | np.uint8(0x20)  # small letters of capitals, but digits of control bytes too: for digits ask `raw`
-    inside = np.empty(len(raw) + 1, np.bool_)  # one more, before the first byte, where no word is
-    inside[0] = False
-    np.less(lower - np.uint8(ord("a")), 26, out=inside[1:])  # differences wrap around: smaller bytes become large
-    inside[1:] |= raw - np.uint8(ord("0")) < 10
-    edges = np.flatnonzero(inside[1:] != inside[:-1])  # starts and ends in turn
+    inside = lower[LOAD - 1 :] - np.uint8(ord("a")) < 26  # differences wrap around: smaller bytes become large
+    inside |= raw[LOAD - 1 :] - np.uint8(ord("0")) < 10
+    edges = np.flatnonzero(inside[1:] != inside[:-1])  # starts and ends in turn, counted in `data`
     starts, ends = edges[0::2], edges[1::2]
     return _Words(data, starts, ends, _hash_words(lower, starts, ends))
 
@@ -149,12 +150,14 @@ def _find_words(data: bytes) -> _Words:
 def _hash_words(lower: NDArray[np.uint8], starts: Ints, ends: Ints) -> Hashes:
     """A number for each word, from its length, its first and its last 8 bytes. Words that differ elsewhere are few."""
     loads: Hashes = np.ndarray((len(lower) - LOAD + 1,), "<u8", lower, strides=(1,))  # 8 bytes from each place on
+    if len(loads) <= 4 * PIECE:
+        loads = loads.copy()  # aligned: 8 times the memory, but reads three times as fast
     lengths = ends - starts
-    hashes = loads[starts]
-    hashes &= LOAD_MASKS.take(lengths, mode="clip")
-    long = np.flatnonzero(lengths > LOAD)
-    hashes[long] += (loads[ends[long] - LOAD] + lengths[long].view(np.uint64)) * MIX_LONG
-    hashes *= MIX  # carries every bit upwards; the shift takes the upper half down again
+    hashes = loads[LOAD:][starts]
+    hashes &= FIRST_MASKS.take(lengths, mode="clip")
+    hashes += loads[ends] * LAST_FACTORS.take(lengths, mode="clip")
+    hashes ^= hashes >> HALF  # multiplying carries bits upwards only, so the upper half must come down before and after
+    hashes *= MIX
     hashes ^= hashes >> HALF
     return hashes
 
@@ -177,7 +180,7 @@ class _Item(NamedTuple):
     benchmark: str
     number: int
     words: bytes  # joined by spaces
-    count: int
+    size: int  # how many words
 
 
 class _Grams(NamedTuple):
@@ -189,9 +192,9 @@ class _Grams(NamedTuple):
     end: Ints
     text: bytes  # the words of all items, joined by spaces
 
-    def known(self, hashes: Hashes) -> NDArray[np.bool_]:
+    def known(self, hashes: Hashes) -> Ints:
         """Which of the hashes are those of n-grams."""
-        return self.hashes.take(self.hashes.searchsorted(hashes), mode="clip") == hashes
+        return np.flatnonzero(self.hashes.take(self.hashes.searchsorted(hashes), mode="clip") == hashes)
 
     def owners(self, gram: bytes, hash_: np.uint64) -> set[int]:
         """The items that have this n-gram, compared word by word."""
@@ -201,11 +204,11 @@ class _Grams(NamedTuple):
 
 
 class _Filter:
-    """A Bloom filter of hashes: says no for sure, and yes by mistake to one in 5,000.
+    """A Bloom filter of hashes: says no for sure, and yes by mistake to one in 3,000.
 
-    The upper bits of a hash choose a number of 64 bits, the lower ones which 5 bits must be set in it: one access
-    decides. A million n-grams take 4 MB, which stay in the cache; a plain table of truth values would take 16 MB to be
-    wrong one time in 14, and be slower for it.
+    The upper bits of a hash choose one of many 64-bit numbers, its lower bits the 5 bits that must be set there: one
+    access decides. A million n-grams take 4 MB, which stay in the cache. Half of that lets 7 times as much pass, and a
+    table of truth values, one per hash, took 16 MB to let every seventh pass.
     """
 
     def __init__(self, hashes: Hashes) -> None:
@@ -276,10 +279,10 @@ class Index:
     def _build(self) -> None:
         """Hash the n-grams of all items.
 
-        A document is asked first where the beginning of any n-gram may be: one question for all lengths. Beginnings are
-        as long as a power of two can be, so that doubling hashes them.
+        A document is asked first where an n-gram may begin: one question for all lengths, about as many words as the
+        shortest has, rounded down to a power of two so that doubling hashes them.
         """
-        counts = np.array([item.count for item in self._items])
+        counts = np.array([item.size for item in self._items])
         lengths = np.minimum(counts, self._ngram)
         self._lengths = np.unique(lengths)
         self._beginning = 1 << int(self._lengths[0]).bit_length() - 1
@@ -306,7 +309,7 @@ class Index:
             return
         parts = words.hashes.take(at[:, None] + np.arange(len(self._powers)), mode="clip") * self._powers
         hashes = parts.cumsum(axis=1)[:, self._lengths - 1].ravel()  # (places, lengths)
-        for where in np.flatnonzero(self._grams.known(hashes)).tolist():
+        for where in self._grams.known(hashes).tolist():
             place, which = divmod(where, len(self._lengths))
             first, length = int(at[place]), int(self._lengths[which])
             if first + length <= len(words.starts):
@@ -314,7 +317,7 @@ class Index:
 
     def _hit(self, item: int, found: list[bytes]) -> Hit:
         """An item and the distinct n-grams of it that were found."""
-        benchmark, number, words, count = self._items[item]
+        benchmark, number, words, size = self._items[item]
         if item not in self._distinct:
-            self._distinct[item] = len(set(_plain_grams(words.split(), min(count, self._ngram))))
+            self._distinct[item] = len(set(_plain_grams(words.split(), min(size, self._ngram))))
         return Hit(benchmark, number, found[0].decode("ascii"), len(found) / self._distinct[item])

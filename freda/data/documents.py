@@ -18,6 +18,8 @@ import io
 import itertools
 import json
 import lzma
+import os
+import random
 import string
 import sysconfig
 import tarfile
@@ -83,14 +85,26 @@ Pending = Callable[[], Record]  # a record not yet parsed: what belongs to other
 
 
 def read(
-    config: DocumentsConfig, root: Path, corpus: CorpusConfig, *, part: int = 0, parts: int = 1
+    config: DocumentsConfig,
+    root: Path,
+    corpus: CorpusConfig,
+    *,
+    part: int = 0,
+    parts: int = 1,
+    seed: int | None = None,
 ) -> Iterator[Record]:
-    """The records of one part. Relative paths start from `root`; `corpus` says what `sums` makes."""
+    """The records of one part. Relative paths start from `root`; `corpus` says what `sums` makes.
+
+    With a `seed` files come in a random order, so that the beginning of a folder is a sample of it. Records keep their
+    order within a file.
+    """
     if config.kind == "huggingface":
         return _hugging_face(config, part, parts)
     if config.kind == "sums":
         return itertools.islice(_sums(corpus), part, None, parts)
     files = find(config, root)
+    if seed is not None:
+        random.Random(seed).shuffle(files)
     if len(files) >= parts:
         pending: Iterable[Pending] = itertools.chain.from_iterable(_records(f, config) for f in files[part::parts])
     else:
@@ -108,7 +122,7 @@ def find(config: DocumentsConfig, root: Path) -> list[File]:
     if base.is_file():
         files = _members(base, config) if ".tar" in base.name else [File(base)]
     else:
-        wanted = (p for p in base.rglob("*") if p.is_file() and _wanted(p.relative_to(base).as_posix(), config))
+        wanted = (path for path in _walk(base) if _wanted(path.relative_to(base).as_posix(), config))
         files = [File(path) for path in sorted(wanted, key=lambda p: p.relative_to(base).parts)]
     if not files:
         kinds = config.files or " ".join(f"*{suffix}" for suffix in SUFFIXES[config.kind])
@@ -116,13 +130,21 @@ def find(config: DocumentsConfig, root: Path) -> list[File]:
     return files
 
 
+def _walk(base: Path) -> Iterator[Path]:
+    """All files of a folder; hidden ones, caches and installed packages are not meant, and not looked into."""
+    for folder, names, files in os.walk(base):
+        names[:] = [name for name in names if not _hidden(name)]
+        yield from (Path(folder, name) for name in files if not _hidden(name))
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name in ("__pycache__", "site-packages")
+
+
 def _wanted(name: str, config: DocumentsConfig) -> bool:
-    """By the pattern of the config, or by the suffix of the kind; hidden files and caches are not meant."""
+    """By the pattern of the config, or by the suffix of the kind."""
     if config.files:
         return fnmatch.fnmatch(name, config.files)
-    parts = name.split("/")
-    if any(part.startswith(".") or part in ("__pycache__", "site-packages") for part in parts):
-        return False
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
     return name.endswith(SUFFIXES[config.kind])
@@ -130,7 +152,7 @@ def _wanted(name: str, config: DocumentsConfig) -> bool:
 
 def _members(archive: Path, config: DocumentsConfig) -> list[File]:
     with _told_if_cut_short(archive):
-        names = [member.name for member in _archive(archive) if member.isfile()]
+        names = [m.name for m in _archive(archive) if m.isfile() and not any(map(_hidden, m.name.split("/")))]
     return [File(archive, name) for name in names if _wanted(name, config)]
 
 
@@ -269,7 +291,7 @@ def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     select = Field(config.field)
     headed = not all(name.isdigit() for name in select.names)
     tabs = ".tsv" in file.name
-    delimiter, quoting = ("\t", csv.QUOTE_NONE) if tabs else (",", csv.QUOTE_MINIMAL)  # in TSV a quote is a character
+    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {}  # in TSV " is a character
 
     def parse(number: int, header: list[str] | None, row: list[str]) -> Record:
         where = f"{file}:{number}"
@@ -281,7 +303,7 @@ def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     with _told_if_cut_short(file), _open(file) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         csv.field_size_limit(LONGEST_LINE)
-        rows = csv.reader(text, delimiter=delimiter, quoting=quoting)
+        rows = csv.reader(text, **options)
         header = next(rows, None) if headed else None
         try:
             for row in rows:

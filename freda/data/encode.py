@@ -31,11 +31,6 @@ LIBRARIES = ("auto", "tiktoken", "tokenizers")
 # What ByteLevel(use_regex=True) splits by, from the library's source.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# tiktoken's regex engine keeps one stack entry per character of `\s+(?!\S)`, and panics at 1,000,000 of them. A tenth
-# is far from that and from any honest text.
-LONG_SPACE = 100_000
-_LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")  # the lookbehind keeps shorter runs from costing their square
-
 DIFFICULT_TEXTS = (
     "",
     "I'm sure they'll've said it's HERS'S, WE'RE, you'Re, he'D, don'T 'tis 'S 's' ''s '\u017f 'ſt",
@@ -48,7 +43,7 @@ DIFFICULT_TEXTS = (
     "e\u0301e\u0323\u0301 \u0301 A\u030a \u212b \u2126 \u212a \uf900 ﬁ ŉ ǆ \u1100\u1161\u11a8 한글 \u0958",
     "a\u0898\u0301b\u1abf\u0327\u0301 \u09fe\u0301 \u0344 \u1f71 \U0001d15e",  # marks younger than the library's tables
     "日本語の文章、句読点。中文字符！한국어 문장. ไทยไม่มีช่องว่าง हिन्दी में العربية עברית ελληνικά кириллица",
-    "😀😀 👩‍👩‍👧‍👦 🇩🇪🇫🇷 👍🏽 ❤️ 1️⃣ 🏴󠁧󠁢󠁥󠁮󠁧󠁿",
+    "😀😀 👩\u200d👩\u200d👧 🇩🇪🇫🇷 👍🏽 ❤\ufe0f 1\ufe0f\u20e3 🏴\U000e0067\U000e0062\U000e007f",
     "https://example.org/a_b-c?d=e&f=%20#g <a href='x'>y</a> {\"k\": [1, -2.0]} $\\frac{a}{b}$ a@b.c #tag __init__",
     *(unit * count for unit in ("a", " ", "\n", "-", "=", "ab", "0", "中", " \n") for count in (2, 3, 5, 17, 64, 333)),
 )
@@ -91,31 +86,25 @@ class Encoder:
     def quick(self, text: str) -> NDArray[np.int32] | None:
         """The ids by tiktoken, or None for a text that is left to the definition.
 
-        That is a text with the text of an added token (BLANK is an error there), with 100,000 spaces in a row, or with
-        lone surrogates (an error as well). All texts are, where tiktoken is not in use.
+        That is a text with the text of an added token (BLANK's is an error there), with lone surrogates (an error as
+        well), or with a million spaces in a row, for which the stack of tiktoken's regex engine is too small. All
+        texts are, where tiktoken is not in use.
         """
-        if self._encoding is None or self._recipe is None:
-            return None
-        added = self._recipe.added
-        if added.search(text) or _has_long_space(text):
+        if self._recipe is None or self._recipe.added.search(text):
             return None
         try:
             # The library's own NFC, 40 MB/s, for the few texts that change: its tables are those of Unicode 9, and
             # Python 3.11 orders 98 marks that are younger. What Python calls normal is normal to both.
             if self._recipe.nfc and not unicodedata.is_normalized("NFC", text):
                 text = self._normalizer.normalize_str(text)
-                if added.search(text):
+                if self._recipe.added.search(text):
                     return None
-            # Faster than encode_ordinary, which makes a list (4.9 against 4.2 million tokens a second as arrays). The
-            # buffer is copied because it cannot be written to.
+            # Not encode_ordinary, which makes a list (4.2 against 4.9 million tokens a second) and panics where its
+            # stack is too small. The copy is there because the buffer cannot be written to.
             ids: NDArray[np.int32] = self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
-            return ids
-        except UnicodeEncodeError:
+        except ValueError:  # surrogates (a UnicodeEncodeError), or the stack
             return None
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust: not an Exception, and its class has no address
-                raise
-            return None  # some other pattern that runs out of stack
+        return ids
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self._tokenizer.json_text, self._tokenizer.settings, self.library, self.reason)
@@ -162,7 +151,8 @@ def _recipe(values: Mapping[str, Any]) -> _Recipe:
     pattern = _pattern(values.get("pre_tokenizer"))
     texts = {token["content"] for token in values.get("added_tokens", ())} | {BLANK_TEXT}
     # An added token with `normalized` is looked for in its normal form.
-    forms = {form for text in texts for form in (text, unicodedata.normalize("NFC", text)) if form}
+    normal = tokenizers.normalizers.NFC().normalize_str
+    forms = {form for text in texts for form in (text, normal(text)) if form}
     # One alternation costs 0.7% of the encoding for Qwen's 27 texts, 27 tests with `in` would cost 17%.
     added = re.compile("|".join(map(re.escape, sorted(forms))))
     return _Recipe(pattern, _ranks(values["model"]), normalizer is not None, added)
@@ -210,17 +200,16 @@ def _byte_characters() -> str:
 
 
 def _ranks(model: Mapping[str, Any]) -> dict[bytes, int]:
-    """The bytes of each token that text can give. Entries that no merge makes stay out, unless they are looked up."""
-    characters = _byte_characters()
-    to_latin = str.maketrans({character: chr(byte) for byte, character in enumerate(characters)})
-    alphabet = frozenset(characters)
-    kept = set(model["vocab"]) if model.get("ignore_merges") else {left + right for left, right in _merges(model)}
-    kept |= alphabet
-    return {
-        entry.translate(to_latin).encode("latin-1"): index
-        for entry, index in model["vocab"].items()
-        if entry in kept and alphabet.issuperset(entry)
-    }
+    """The bytes of each token that text can give, and its id, which is its rank."""
+    to_latin = str.maketrans({character: chr(byte) for byte, character in enumerate(_byte_characters())})
+    return {entry.translate(to_latin).encode("latin-1"): model["vocab"][entry] for entry in _reachable(model)}
+
+
+def _reachable(model: Mapping[str, Any]) -> set[str]:
+    """The bytes, and what merges make of them. With `ignore_merges` any entry can be a piece of text."""
+    alphabet = frozenset(_byte_characters())
+    entries = model["vocab"] if model.get("ignore_merges") else {left + right for left, right in _merges(model)}
+    return {entry for entry in entries if alphabet.issuperset(entry)} | alphabet
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -234,41 +223,26 @@ def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _check_merges(model: Mapping[str, Any]) -> None:
     """Are "the first pair of the list" and "the two neighbours whose joint bytes have the lowest id" the same rule?
 
-    They are if the list is in the order of the ids, and each token t comes of its own text by merges whose parts are
-    bytes or have lower ids than their result. Proof: as long as merges are made in the order of ids, what stands
-    between two cuts in a longer text is what the same characters give alone. So where two neighbours spell t, t's own
-    text has come to the same two neighbours, and the pair they form is the listed one. A merge out of turn, with a
-    part of a higher id than t, would find t made already. Llama 3 lists several pairs for a token; Qwen, GPT-2 and
-    what `tokenizers` trains one.
+    They are if the list is in the order of the ids, and no text of a token ends as two tokens. Proof: between two cuts
+    of a longer text, merges follow each other as in that stretch alone. So where two neighbours spell a token, they
+    are the two that its own text comes to, a single pair for each token, and that pair is listed, or it would stay:
+    both rules choose among the same pairs, in the same order. It holds for one pair per token (Qwen, GPT-2, whatever
+    `tokenizers` trains) and for all that spell it (Llama 3).
+
+    tiktoken takes a piece of text that is a token at once. `ignore_merges` says the same, and then 588 tokens of
+    Llama 3 exist only that way, their merges leaving three parts or more. Otherwise, merges must make each token.
     """
-    vocabulary = model["vocab"]
-    merges = _merges(model)
-    made = {left + right: vocabulary[left + right] for left, right in merges}
-    inner, highest = [], -1
-    for left, right in merges:
-        index = made[left + right]
+    highest = -1
+    for left, right in _merges(model):
+        index = model["vocab"][left + right]
         if index < highest:
             raise _UnfitError(f"the ids are not in the order of the merges (id {index} is made after id {highest})")
         highest = index
-        if (len(left) == 1 or vocabulary[left] < index) and (len(right) == 1 or vocabulary[right] < index):
-            inner.append((left, right))
-    bpe = tokenizers.models.BPE(vocab=vocabulary, merges=inner)
-    for entry, index in made.items():
-        if [token.id for token in bpe.tokenize(entry)] != [index]:
-            raise _UnfitError(f"the merges do not make the token {entry!r} of its own text")
-    if model.get("ignore_merges"):
-        _check_looked_up(bpe, set(vocabulary) - set(made))
-
-
-def _check_looked_up(bpe: tokenizers.models.BPE, entries: Iterable[str]) -> None:
-    """With `ignore_merges`, a whole piece of text that is in the vocabulary is one token, made by merges or not.
-
-    tiktoken does the same. But it would also join two tokens to such an entry inside a longer piece. Of three or more
-    it never sees two.
-    """
-    for entry in entries:
-        if len(entry) > 1 and len(bpe.tokenize(entry)) == 2:
-            raise _UnfitError(f"no merge makes {entry!r} of the vocabulary, but tiktoken would")
+    bpe = tokenizers.models.BPE(vocab=model["vocab"], merges=_merges(model))
+    for entry in _reachable(model):
+        parts = len(bpe.tokenize(entry))
+        if parts == 2 or (parts > 2 and not model.get("ignore_merges")):
+            raise _UnfitError(f"tiktoken would make the token {entry!r} where its merges do not")
 
 
 def _encoding(recipe: _Recipe, blank_id: int) -> Any:
@@ -304,12 +278,6 @@ def _every_script() -> Iterator[str]:
     characters = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]
     for start in range(0, len(characters), 512):
         yield "".join(f"a{character}1{character}  {character}.\n" for character in characters[start : start + 512])
-
-
-def _has_long_space(text: str) -> bool:
-    """Is there white space of LONG_SPACE characters or more? It would cover one of the places looked at first."""
-    places = text[LONG_SPACE - 1 :: LONG_SPACE]
-    return any(map(str.isspace, places)) and _LONG_SPACE.search(text) is not None
 
 
 def _shortened(text: str) -> str:

@@ -45,7 +45,7 @@ def estimate(config: Config, root: Path) -> tuple[list[Estimate], Tools]:
 def _estimate(name: str, source: SourceConfig, config: Config, root: Path, tools: Tools) -> Estimate:
     """Probe one source."""
     begun, size, tokens, whole = time.perf_counter(), 0, 0, True
-    for record in read(source, root, config.corpus):
+    for record in read(source, root, config.corpus, seed=config.prepare.seed):
         if isinstance(record, Document):
             ids = record.ids if record.ids is not None else tools.encoder.encode(record.text)
             if tools.index is not None:

@@ -18,15 +18,21 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
 from freda.config import Config, CorpusConfig, PrepareConfig, SourceConfig
 from freda.data.documents import Document, is_unicode, read
-from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo
+from freda.data.shards import ID, MANIFEST, SPLITS, Documents, Manifest, SplitInfo
 from freda.data.tasks import WORK, Outcome, Task, Worker, description
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.errors import FredaError
@@ -41,10 +47,11 @@ def prepare_corpus(corpus: CorpusConfig, out: Path) -> Manifest:
     return prepare(Config(corpus=corpus), out)
 
 
-def prepare(
-    config: Config, out: Path, *, root: Path = Path(), workers: int = 1, note: Note = lambda message: None
-) -> Manifest:
-    """Write the shards of all sources to the folder `out`, unless they are there already."""
+def prepare(config: Config, out: Path, *, root: Path = Path(), workers: int = 1, note: Note | None = None) -> Manifest:
+    """Write the shards of all sources to the folder `out`, unless they are there already.
+
+    With `note`, it says what it does, and on a terminal how far it is.
+    """
     config = with_sources(config)
     if (out / MANIFEST).exists():
         return _finished(config, root, out)
@@ -54,9 +61,10 @@ def prepare(
         if rank == 0:
             _provide_tokenizer(config, root, out)
         with _runner(config, root, out, workers, world) as (worker, run):
-            if rank == 0 and any(source.kind != "sums" for source in config.source.values()):
+            if rank == 0 and note is not None and any(source.kind != "sums" for source in config.source.values()):
                 note(_encoder_note(worker))
-            outcomes = _all_waves(config, run)
+            with _progress(out, config.prepare.tokens) if rank == 0 and note else contextlib.nullcontext():
+                outcomes = _all_waves(config, run)
             if rank == 0:
                 return _finish(config, root, out, worker, outcomes)
     return Manifest(description(config, root), 0, 0, 0, "", {})  # another rank writes the true one
@@ -141,21 +149,22 @@ def _runner(config: Config, root: Path, out: Path, workers: int, world: int) -> 
     if world > 1:
         with _torchrun(config, root, out) as pair:
             yield pair
-    elif workers == 1:
-        worker = Worker(config, root, out)
+        return
+    worker = Worker(config, root, out)
+    if workers == 1:
         yield worker, lambda tasks: [worker.run(task) for task in tasks]
     else:
-        with _pool(config, root, out, workers) as run:
-            yield Worker(config, root, out), run
+        with _pool(worker, workers) as run:
+            yield worker, run
 
 
 _worker: Worker | None = None  # of a process of the pool
 
 
-def _start_process(config: Config, root: Path, out: Path) -> None:
+def _start_process(worker: Worker) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
-    _worker = Worker(config, root, out)
+    _worker = worker
 
 
 def _run_in_process(task: Task) -> Outcome:
@@ -164,10 +173,9 @@ def _run_in_process(task: Task) -> Outcome:
 
 
 @contextlib.contextmanager
-def _pool(config: Config, root: Path, out: Path, workers: int) -> Iterator[Runner]:
+def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
     """Processes that are started afresh: a fork would copy the locks of whatever threads there are."""
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _start_process, (config, root, out))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (worker,))
 
     def run(tasks: Sequence[Task]) -> list[Outcome]:
         futures = {pool.submit(_run_in_process, task): task for task in tasks}
@@ -206,6 +214,43 @@ def _torchrun(config: Config, root: Path, out: Path) -> Iterator[tuple[Worker, R
         dist.barrier()  # nobody leaves before the manifest is written
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _progress(out: Path, total: int) -> Iterator[None]:
+    """A bar on stderr. How far the shards are is read off their files, so that no task has to report."""
+    columns = (
+        TextColumn("{task.completed:,.0f} tokens"),
+        BarColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    stop = threading.Event()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        line = bar.add_task("", total=total or None, speed="")
+        begun, before = time.perf_counter(), _tokens_on_disk(out)
+
+        def watch() -> None:
+            while not stop.wait(0.5):
+                tokens = _tokens_on_disk(out)
+                rate = (tokens - before) / (time.perf_counter() - begun)
+                bar.update(line, completed=tokens, speed=f"{rate / 1e6:.2f} M/s")
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _tokens_on_disk(out: Path) -> int:
+    sizes = 0
+    for path in out.glob("train-*.bin*"):
+        with contextlib.suppress(OSError):  # renamed between the two looks
+            sizes += path.stat().st_size
+    return sizes // ID.itemsize
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------
@@ -271,7 +316,8 @@ def named_tokenizer(config: Config, root: Path) -> Tokenizer:
 
 def _tokenizer_texts(config: Config, root: Path) -> Iterator[str]:
     """Documents of all sources in turn."""
-    streams = [read(source, root, config.corpus) for source in config.source.values()]
+    seed = config.prepare.seed
+    streams = [read(source, root, config.corpus, seed=seed) for source in config.source.values()]
     texts = (
         record.text
         for records in itertools.zip_longest(*streams)
@@ -291,7 +337,7 @@ def _finish(
 ) -> Manifest:
     """The tokenizer, then the manifest that declares the shards complete, then away with the records."""
     outcomes = [(task, outcome) for waves in done.values() for wave in waves for task, outcome in wave.items()]
-    splits = {
+    splits: dict[str, SplitInfo] = {
         split: SplitInfo.of([outcome.shards[split] for _, outcome in outcomes if split in outcome.shards])
         for split in SPLITS
     }

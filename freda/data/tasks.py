@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter
@@ -200,13 +201,14 @@ class Worker:
     def _write(self, task: Task) -> Outcome:
         """Read and write until the task has its tokens, or the part ends."""
         source, tally = self.config.source[task.source], _Tally(self, task)
-        records = read(source, self.root, self.config.corpus, part=task.part, parts=self.config.prepare.parts)
+        settings = self.config.prepare
+        place = {"part": task.part, "parts": settings.parts, "seed": settings.seed}
+        records = read(source, self.root, self.config.corpus, **place)
         number, exhausted = 0, True
         with ExitStack() as stack:
-            layout = {"eos_id": self.tools.tokenizer.eos_id, "align": self.config.prepare.align}
-            names = {split: f"{split}-{task.name}" for split in SPLITS}
-            writers = {
-                split: stack.enter_context(ShardWriter(self.out, name, **layout)) for split, name in names.items()
+            layout = {"eos_id": self.tools.tokenizer.eos_id, "align": settings.align}
+            writers: dict[str, ShardWriter] = {
+                split: stack.enter_context(ShardWriter(self.out, f"{split}-{task.name}", **layout)) for split in SPLITS
             }
             for number, record in enumerate(records, start=1):
                 if number <= task.skip:
@@ -219,10 +221,8 @@ class Worker:
                     break
         tally.check_broken(final=True)
         shards = {split: writer.info(task.source) for split, writer in writers.items() if writer.documents}
-        for split in SPLITS:
-            if split not in shards:
-                for suffix in (".bin", ".idx"):
-                    (self.out / f"{names[split]}{suffix}").unlink()
+        for split, suffix in itertools.product(writers.keys() - shards.keys(), (".bin", ".idx")):
+            (self.out / f"{split}-{task.name}{suffix}").unlink()
         return Outcome(self.key(task), number, exhausted, shards, **tally.results())
 
 
@@ -256,22 +256,30 @@ class _Tally:
         return "validation" if draw < self._settings.validation_share else "train"
 
     def _ids(self, document: Document) -> NDArray[np.int32] | None:
-        where, text, ids = document.where, document.text, document.ids
+        text, ids = document.text, document.ids
         if ids is not None:
             ids = self._own_ids(document, ids)
-            text = self._tools.tokenizer.decode(ids) if self._tools.index is not None else " "
-        if ids is None and (not text or text.isspace()):
-            return self._drop(where, "empty")
-        if len(text) > self._settings.longest:
-            return self._drop(where, "too long", f"{len(text)} characters")
-        if BLANK_TEXT in text:
-            return self._drop(where, f"spells {BLANK_TEXT}")
-        if self._contaminated(where, text):
+            text = self._tools.tokenizer.decode(ids.tolist()) if self._tools.index is not None else "(ids)"
+        objection = self._objection(text)
+        if objection is None and ids is None:
+            try:
+                ids = self._tools.encoder.encode(text)
+            except FredaError as error:
+                objection = ("not Unicode", str(error))
+        if objection is not None:
+            self._drop(document.where, *objection)
             return None
-        try:
-            return ids if ids is not None else self._tools.encoder.encode(text)
-        except FredaError as error:
-            return self._drop(where, "not Unicode", str(error))
+        return ids
+
+    def _objection(self, text: str) -> tuple[str, str] | None:
+        """Why a text must not be written, in few words and in more; None if it may."""
+        if not text or text.isspace():
+            return "empty", ""
+        if len(text) > self._settings.longest:
+            return "too long", f"{len(text)} characters"
+        if BLANK_TEXT in text:
+            return f"spells {BLANK_TEXT}", ""
+        return self._contaminated(text)
 
     def _own_ids(self, document: Document, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids from elsewhere without the EOS that closes them: the writer adds its own."""
@@ -280,17 +288,14 @@ class _Tally:
             raise FredaError(f"{document.where} holds id {ids.max()}, the tokenizer ends at {tokenizer.blank_id - 1}")
         return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
 
-    def _contaminated(self, where: str, text: str) -> bool:
+    def _contaminated(self, text: str) -> tuple[str, str] | None:
         hits = self._tools.index.hits(text) if self._tools.index is not None else []
         for name in dict.fromkeys(hit.benchmark for hit in hits):
             found = self._hits.setdefault(name, {"documents": 0, "items": set()})
             found["documents"] += 1
         for hit in hits:
             self._hits[hit.benchmark]["items"].add(hit.item)
-        if hits:
-            first = hits[0]
-            self._drop(where, f"contaminated by {first.benchmark}", f"item {first.item}: {first.words}")
-        return bool(hits)
+        return (f"contaminated by {hits[0].benchmark}", f"item {hits[0].item}: {hits[0].words}") if hits else None
 
     def _drop(self, where: str, reason: str, detail: str = "") -> None:
         self._dropped[reason] += 1
@@ -318,7 +323,7 @@ def sample(source: SourceConfig, root: Path, config: Config) -> list[str]:
     """The first texts of a source."""
     texts: list[str] = []
     most, characters = SAMPLE
-    for record in read(source, root, config.corpus):
+    for record in read(source, root, config.corpus, seed=config.prepare.seed):
         if isinstance(record, Document) and is_unicode(record.text) and BLANK_TEXT not in record.text:
             texts.append(record.text[:characters])
         if len(texts) == most or sum(map(len, texts)) >= characters:
