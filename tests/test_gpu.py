@@ -94,6 +94,23 @@ def test_generation_equals_the_cpu(name: str) -> None:
     assert texts[0] == texts[1]
 
 
+def test_prefetched_batches_are_pinned_and_the_same(tmp_path: Path) -> None:
+    prepare(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
+    run = loop.setup(
+        Config(
+            model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),
+            data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
+            train=TrainConfig(steps=20, batch_rows=8, group_rows=4, validation_rows=8, device="cuda"),
+        )
+    )
+    with loop.prefetch(run, 2) as ahead:
+        for step in range(2, 20):
+            for batch, direct in zip(ahead.take(step), loop.read_batches(run, step), strict=True):
+                assert all(part.is_pinned() for part in batch)
+                copied = loop.to_device(batch, run.device)
+                assert all(torch.equal(one.cpu(), two) for one, two in zip(copied, direct, strict=True))
+
+
 def test_training_in_bfloat16_with_flex(tmp_path: Path) -> None:
     prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
     base = Config(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freda.config import CorpusConfig
-from freda.data.loader import Batch, Loader
+from freda.data.loader import Batch, Loader, Prefetcher, rank_rows
 from freda.data.prepare import prepare
 from freda.data.shards import Manifest, Shard, ShardWriter, SplitInfo
 from freda.data.tokenizer import Tokenizer, train_tokenizer
@@ -160,6 +165,162 @@ def test_tokens_are_read_from_disk(tmp_path: Path) -> None:
     with open(tmp_path / "train.bin", "r+b") as file:
         file.write((8).to_bytes(4, "little"))
     assert loader.batch(0, 1).tokens.tolist() == [[8, 6, 7, EOS]]
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def rows_of_ranks(batch_rows: int, group_rows: int, world: int) -> list[list[range]]:
+    return [rank_rows(batch_rows, group_rows, rank=rank, world=world) for rank in range(world)]
+
+
+@given(world=st.integers(1, 8), share=st.integers(1, 4), groups=st.integers(1, 6))
+def test_ranks_share_every_group_and_keep_its_order(world: int, share: int, groups: int) -> None:
+    group_rows = world * share
+    ranks = rows_of_ranks(groups * group_rows, group_rows, world)
+    assert all(len(rows) == share for rank in ranks for rows in rank)
+    for group in range(groups):
+        together = [row for rank in ranks for row in rank[group]]
+        assert together == list(range(group * group_rows, (group + 1) * group_rows)), "as one process has them"
+
+
+@given(data=st.data(), world=st.sampled_from([1, 2, 3, 4]), groups=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_no_row_twice_in_an_epoch_whoever_reads_and_wherever_it_resumes(
+    folder: Path, data: st.DataObject, world: int, groups: int
+) -> None:
+    """Ranks that are stopped and resumed anywhere read, step by step, what one process reads from the start."""
+    loader, batch_rows = Loader(folder, "train", seq_len=32, seed=1), groups * 12
+    steps = -(-loader.rows // batch_rows)
+    whole = tokens_of(loader.batch(0, steps * batch_rows))
+    stops = sorted({0, steps, *data.draw(st.lists(st.integers(0, steps), max_size=3))})
+    read: dict[int, tuple[int, ...]] = {}
+    for rank in data.draw(st.permutations(range(world))):
+        for begin, end in itertools.pairwise(stops):
+            resumed = Loader(folder, "train", seq_len=32, seed=1)
+            for step in range(begin, end):
+                for rows in rank_rows(batch_rows, 12, rank=rank, world=world):
+                    numbers = [step * batch_rows + row for row in rows]
+                    assert not read.keys() & set(numbers)
+                    read.update(zip(numbers, tokens_of(resumed.batch(numbers[0], len(numbers))), strict=True))
+    assert [read[number] for number in range(len(whole))] == whole
+    assert len(set(whole[: loader.rows])) == loader.rows
+
+
+@pytest.mark.parametrize(
+    ("batch_rows", "group_rows", "world", "advice"),
+    [(64, 16, 3, "make train.batch_rows 64 a multiple of 3 too"), (48, 16, 3, "use 12$"), (16, 2, 8, "use 8$")],
+)
+def test_groups_must_be_shared_evenly(batch_rows: int, group_rows: int, world: int, advice: str) -> None:
+    match = f"train.group_rows {group_rows} is not a multiple of the {world} processes; {advice}"
+    with pytest.raises(FredaError, match=match):
+        rank_rows(batch_rows, group_rows, rank=0, world=world)
+
+
+def test_a_rank_is_one_of_the_world() -> None:
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} of 2"):
+            rank_rows(8, 4, rank=rank, world=2)
+    with pytest.raises(ValueError, match="groups of 3 of 8 rows"):
+        rank_rows(8, 3, rank=0, world=1)
+
+
+# -- prefetching -----------------------------------------------------------------------------------------------------
+
+
+def reader(folder: Path) -> Callable[[int], list[Batch]]:
+    """Steps of two groups of three rows, from a loader of its own."""
+    loader = Loader(folder, "train", seq_len=32, seed=1)
+    return lambda step: [loader.batch(step * 6 + row, 3) for row in (0, 3)]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.mark.parametrize(("first", "ahead"), [(0, 1), (0, 4), (5, 2)])
+def test_prefetched_batches_are_those_of_the_loader(folder: Path, first: int, ahead: int) -> None:
+    direct = reader(folder)
+    with Prefetcher(reader(folder), range(first, 12), ahead=ahead) as prefetcher:
+        for step in range(first, 12):  # through several epochs
+            taken = prefetcher.take(step)
+            assert len(taken) == 2 and all(equal(one, two) for one, two in zip(taken, direct(step), strict=True))
+    assert not prefetch_threads()
+
+
+def test_the_thread_stays_a_few_steps_ahead_and_never_passes_the_last() -> None:
+    built: list[int] = []
+
+    def build(step: int) -> list[Batch]:
+        built.append(step)
+        return []
+
+    with Prefetcher(build, range(3, 9), ahead=2) as prefetcher:
+        wait_until(lambda: built == [3, 4])
+        time.sleep(0.05)
+        assert built == [3, 4], "two steps ahead, no more"
+        prefetcher.take(3)
+        wait_until(lambda: built == [3, 4, 5])
+        for step in range(4, 9):
+            prefetcher.take(step)
+        wait_until(lambda: not prefetch_threads())
+        with pytest.raises(ValueError, match=r"asked for step 9, next is 9 of range\(3, 9\)"):
+            prefetcher.take(9)
+    assert built == [3, 4, 5, 6, 7, 8]
+
+
+def test_steps_are_taken_in_order_and_within_the_context() -> None:
+    prefetcher = Prefetcher(lambda step: [], range(4))
+    with pytest.raises(RuntimeError, match="asked for step 0 outside of the context"):
+        prefetcher.take(0)
+    with prefetcher:
+        prefetcher.take(0)
+        for step in (0, 2):
+            with pytest.raises(ValueError, match=f"asked for step {step}, next is 1"):
+                prefetcher.take(step)
+    with pytest.raises(RuntimeError, match="asked for step 1 outside of the context"):
+        prefetcher.take(1)
+
+
+@pytest.mark.parametrize("built", ["nothing", "all it may"])
+def test_the_thread_ends_with_the_context(built: str) -> None:
+    """Also by an exception, whether the thread is building or waits for the loop to take a step."""
+    begun = threading.Event()
+
+    def build(step: int) -> list[Batch]:
+        begun.set()
+        time.sleep(0.05 if built == "nothing" else 0)
+        return []
+
+    with pytest.raises(KeyboardInterrupt), Prefetcher(build, range(1000), ahead=2) as prefetcher:
+        begun.wait()
+        if built == "all it may":
+            wait_until(lambda: len(prefetcher._ready) == 2)
+        raise KeyboardInterrupt
+    assert not prefetch_threads()
+
+
+def test_an_error_in_the_thread_is_raised_where_its_step_is_taken() -> None:
+    def broken_disk(step: int) -> list[Batch]:
+        if step == 2:
+            raise OSError("cannot read row 7")
+        return []
+
+    with Prefetcher(broken_disk, range(10), ahead=4) as prefetcher:
+        wait_until(lambda: not prefetch_threads())
+        prefetcher.take(0)
+        prefetcher.take(1)
+        for _ in range(2):  # asking again does not hang
+            with pytest.raises(OSError, match="cannot read row 7") as caught:
+                prefetcher.take(2)
+    assert "broken_disk" in "".join(traceback.format_tb(caught.value.__traceback__))
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

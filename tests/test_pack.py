@@ -80,6 +80,13 @@ def test_realistic_lengths_fill_the_rows() -> None:
     assert fullness(packed, 2048) > 0.995
 
 
+def test_rows_of_4096_are_at_least_99_percent_full() -> None:
+    """Lengths as of a web corpus: log-normal with mean 1,000, one document in thirty longer than a row."""
+    lengths = (np.exp(np.random.default_rng(0).normal(6.3, 1.1, 3_000)) // 8 + 1).astype(int) * 8
+    assert 950 < lengths.mean() < 1050 and 0.02 < (lengths > 4096).mean() < 0.05
+    assert fullness(check(lengths.tolist(), 4096, 8), 4096) >= 0.99
+
+
 def test_a_million_documents_take_seconds_not_minutes() -> None:
     lengths = (np.random.default_rng(1).gamma(2.0, 20.0, 1_000_000) // 8 + 1).astype(int) * 8
     packed = plan(lengths, 4096, 8)

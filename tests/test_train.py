@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -100,6 +101,104 @@ def test_gradient_does_not_depend_on_the_grouping(shards: Path) -> None:
         gradients.append((loss, torch.cat([w.grad.flatten() for w in run.model.parameters() if w.grad is not None])))
     assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-5)
     torch.testing.assert_close(gradients[0][1], gradients[1][1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["block-diffusion", "self-refine"])
+def test_gradient_does_not_depend_on_the_number_of_ranks(name: str, shards: Path) -> None:
+    """The rows of two ranks, with the noise that belongs to them, add up to those of one process."""
+    whole = loop.setup(config(shards, name))
+    batches = loop.read_batches(whole, 3)
+    labels = sum(int(whole.method.labels(batch, whole.config.method).sum()) for batch in batches)
+    loss, _ = loop.accumulate_gradient(whole, batches, 3, labels)
+    parts, shared = [], loop.setup(config(shards, name))
+    for rank in range(2):
+        run = replace(shared, rank=rank, world=2)
+        assert [list(share) for share in run.shares] == [[rank], [2 + rank]]
+        parts.append(loop.accumulate_gradient(run, loop.read_batches(run, 3), 3, labels)[0])
+    assert sum(parts) == pytest.approx(loss, rel=1e-5)
+    for one, two in zip(whole.model.parameters(), shared.model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_prefetching_changes_no_loss_and_the_metrics_show_the_wait(shards: Path, tmp_path: Path) -> None:
+    settings = config(shards, save_every=2)
+    start(tmp_path / "ahead", settings)
+    run = loop.setup(settings)
+    plain = [loop.take_step(run, step) for step in range(6)]
+    lines = [json.loads(line) for line in (tmp_path / "ahead" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [(line["loss"], line["grad_norm"]) for line in steps] == [(n["loss"], n["grad_norm"]) for n in plain]
+    for numbers in steps + plain:
+        assert numbers["data_wait"] >= 0 and 0 <= numbers["data_wait_share"] <= 1
+    assert lines[0] == {"step": 1, "data": {"rows": run.rows.rows, "fullness": run.rows.fullness}}
+    assert len([line for line in lines if "data" in line]) == 1
+
+
+def test_a_thread_reads_each_step_once_from_where_the_run_was_resumed(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _train_until(config(shards, save_every=2), tmp_path / "run", 4)
+    read, seen = loop.read_batches, list[tuple[str, int, list[list[int]]]]()
+
+    def watched(run: loop.Run, step: int) -> list[Batch]:
+        batches = read(run, step)
+        seen.append((threading.current_thread().name, step, torch.cat([batch.tokens for batch in batches]).tolist()))
+        return batches
+
+    monkeypatch.setattr(loop, "read_batches", watched)
+    loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True)
+    rows = loop.setup(config(shards)).rows
+    assert seen == [("prefetch", step, rows.batch(4 * step, 4).tokens.tolist()) for step in (4, 5)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_wait_is_measured(ahead: bool, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = loop.read_batches
+
+    def slow(run: loop.Run, step: int) -> list[Batch]:
+        time.sleep(0.1)
+        return read(run, step)
+
+    monkeypatch.setattr(loop, "read_batches", slow)
+    run = loop.setup(config(shards, steps=1))
+    with loop.prefetch(run, 0) as prefetcher:
+        begun = time.perf_counter()
+        run.ahead = prefetcher if ahead else None
+        numbers = loop.take_step(run, 0)
+        took = time.perf_counter() - begun
+    assert 0.05 < numbers["data_wait"] < took
+    assert numbers["data_wait"] / took <= numbers["data_wait_share"] < 1
+
+
+def test_the_longest_wait_between_two_lines_is_seen(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, waits = loop.take_step, [0.1, 0.7, 0.2, 0.0, 0.3, 0.1]
+    monkeypatch.setattr(loop, "take_step", lambda run, step: {**take(run, step), "data_wait": waits[step]})
+    start(tmp_path / "run", config(shards, "autoregressive", log_every=3))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    seen = [(line["data_wait"], line["data_wait_longest"]) for line in lines if "loss" in line]
+    assert seen == [(0.2, 0.7), (0.1, 0.3)]
+
+
+def test_an_error_of_the_prefetching_thread_ends_the_run_with_its_last_state_saved(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = loop.read_batches
+
+    def broken(run: loop.Run, step: int) -> list[Batch]:
+        if step == 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(run, step)
+
+    monkeypatch.setattr(loop, "read_batches", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        start(tmp_path / "run", config(shards))
+    monkeypatch.undo()
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    start(tmp_path / "whole", config(shards))
+    assert loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True).step == 6
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_passes_are_uniform_and_spread_over_the_groups() -> None:

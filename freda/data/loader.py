@@ -2,13 +2,17 @@
 
 Rows are numbered through all epochs: row g is row `order[g % rows]` of the packing, where `order` is the permutation of
 epoch g // rows, drawn from (seed, epoch). A run that asks for rows by number needs no loader state to resume, and
-many processes that each ask for their own numbers see what one process would have seen.
+many processes that each ask for their own numbers (`rank_rows`) see what one process would have seen. A `Prefetcher`
+asks for the rows of the coming steps in a thread; what they are does not depend on it.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,6 +28,8 @@ if TYPE_CHECKING:  # training reads ids only: it need not wait for the tokenizer
 
 Ints = NDArray[np.signedinteger[Any]]
 Bools = NDArray[np.bool_]
+
+STEPS_AHEAD = 4  # costs little (a step of 64 rows of 4,096 tokens is 4.5 MB) and hides a read as long as four steps
 
 
 class Batch(NamedTuple):
@@ -80,10 +86,11 @@ class Loader:
 
     def _order(self, epoch: int) -> Ints:
         """The permutation of an epoch. The last one is kept: batches ask for neighbouring rows."""
-        if self._kept_order is None or self._kept_order[0] != epoch:
+        kept = self._kept_order  # read once: another thread may replace it
+        if kept is None or kept[0] != epoch:
             rng = np.random.default_rng((self._seed % 2**64, epoch))  # numpy takes no negative seed
-            self._kept_order = (epoch, rng.permutation(self.rows))
-        return self._kept_order[1]
+            kept = self._kept_order = (epoch, rng.permutation(self.rows))
+        return kept[1]
 
     def _read_row(self, number: int, tokens: Ints, document: Ints, position: Ints, fill: Bools) -> None:
         """Write one row of the packing into vectors that hold padding."""
@@ -106,3 +113,88 @@ class Loader:
         text = np.flatnonzero(last != self.manifest.eos_id)
         closing = int(text[-1]) + 1 if len(text) else 0
         return len(last) - closing - 1
+
+
+# -- which rows, and when --------------------------------------------------------------------------------------------
+
+
+def rank_rows(batch_rows: int, group_rows: int, *, rank: int, world: int) -> list[range]:
+    """The rows of a step that a rank processes, group by group, numbered within the whole step.
+
+    Every group is cut among all ranks: at any time they are in the same group, hence in the same number of passes.
+    """
+    if batch_rows % group_rows or not 0 <= rank < world:
+        raise ValueError(f"rank {rank} of {world} in groups of {group_rows} of {batch_rows} rows")
+    if group_rows % world:
+        sizes = [size for size in range(world, batch_rows + 1, world) if batch_rows % size == 0]
+        nearest = min(sizes, key=lambda size: abs(size - group_rows), default=0)
+        advice = f"use {nearest}" if nearest else f"make train.batch_rows {batch_rows} a multiple of {world} too"
+        raise FredaError(f"train.group_rows {group_rows} is not a multiple of the {world} processes; {advice}")
+    share = group_rows // world
+    return [range(first, first + share) for first in range(rank * share, batch_rows, group_rows)]
+
+
+def pinned(batch: Batch, device: torch.device) -> Batch:
+    """For a GPU, the batch in memory that it can copy from while the program goes on. `device` has its number."""
+    if device.type != "cuda":
+        return batch
+    with torch.cuda.device(device):  # a new thread is on GPU 0, and pinning there would open a context on it
+        return Batch(*(part.pin_memory() for part in batch))
+
+
+class Prefetcher:
+    """The batches of the coming steps, built in order by a thread; use it as a context manager.
+
+    The thread is up to `ahead` steps ahead and ends with the last step, with the context, or with an error, which
+    `take` raises once the steps before it are taken.
+    """
+
+    def __init__(self, build: Callable[[int], list[Batch]], steps: range, *, ahead: int = STEPS_AHEAD) -> None:
+        self._build, self._steps, self._ahead = build, steps, ahead
+        self._next = steps.start  # the step that is taken next
+        self._ready: deque[list[Batch]] = deque()
+        self._error: BaseException | None = None
+        self._open = False
+        self._changed = threading.Condition()  # guards all of the above
+        # Leaving the context waits for the thread; a daemon cannot keep the program alive should that be interrupted.
+        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._open = True
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+        self._thread.join()
+        self._ready.clear()
+
+    def take(self, step: int) -> list[Batch]:
+        """The batches of the next step, when they are ready."""
+        with self._changed:
+            if step != self._next or step not in self._steps:
+                raise ValueError(f"asked for step {step}, next is {self._next} of {self._steps}")
+            self._changed.wait_for(lambda: self._ready or self._error or not self._open)
+            if not self._ready:
+                raise self._error or RuntimeError(f"asked for step {step} outside of the context")
+            self._next += 1
+            self._changed.notify_all()
+            return self._ready.popleft()
+
+    def _work(self) -> None:
+        try:
+            for step in self._steps:
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._ready) < self._ahead or not self._open)
+                    if not self._open:
+                        return
+                batches = self._build(step)
+                with self._changed:
+                    self._ready.append(batches)
+                    self._changed.notify_all()
+        except BaseException as error:  # the loop's to handle, with the thread's traceback
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()

@@ -2,7 +2,8 @@
 
 `train` is setup, steps, checkpoints and validation. A step is `batch_rows` rows, cut into groups of `group_rows` that
 share a number of passes; their gradients add up, each divided by the labels of the whole step. Everything random is a
-function of (seed, step, row, position), so a resumed run gives the very losses of an uninterrupted one.
+function of (seed, step, row, position), so a resumed run gives the very losses of an uninterrupted one. A thread builds
+the batches of the coming steps; `data_wait` in the metrics says how long a step waited for its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from freda import config as config_module
 from freda.config import Config, MethodConfig, ModelConfig
-from freda.data.loader import Batch, Loader
+from freda.data.loader import Batch, Loader, Prefetcher, pinned, rank_rows
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
 from freda.methods import METHODS
@@ -61,6 +62,14 @@ class Run:
     rows: Loader
     validation_rows: Loader
     device: torch.device
+    rank: int = 0
+    world: int = 1
+    shares: list[range] = field(init=False)  # this rank's rows of each group, numbered within the step
+    ahead: Prefetcher | None = None  # None: a step reads its batches itself
+
+    def __post_init__(self) -> None:
+        train = self.config.train
+        self.shares = rank_rows(train.batch_rows, train.group_rows, rank=self.rank, world=self.world)
 
 
 def check_unused(folder: Path) -> None:
@@ -187,7 +196,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, name: str = "tr
     if not resume:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(config_module.dump(run.config), encoding="utf-8")
-    with ProgressLine(name, config.train.steps) as line, _stop_signals() as stop:
+    with ProgressLine(name, config.train.steps) as line, _stop_signals() as stop, prefetch(run, done) as run.ahead:
         return _run_steps(run, folder, done, line, stop)
 
 
@@ -203,7 +212,7 @@ def _run_steps(run: Run, folder: Path, done: int, line: ProgressLine, stop: list
     config, first, begun = run.config.train, done, time.perf_counter()
     metrics = MetricsFile(folder / "metrics.jsonl", steps_done=done)
     validation: dict[str, float] = {}
-    saved_at = done
+    saved_at, longest_wait = done, 0.0
     try:
         while done < config.steps and not stop:
             numbers = take_step(run, done)
@@ -211,8 +220,12 @@ def _run_steps(run: Run, folder: Path, done: int, line: ProgressLine, stop: list
             elapsed = time.perf_counter() - begun
             numbers["tokens_per_s"] = (done - first) * config.batch_rows * run.config.data.seq_len / elapsed
             line.show(done, numbers, (config.steps - done) * elapsed / (done - first))
+            longest_wait = max(longest_wait, numbers["data_wait"])
+            if done == 1:
+                metrics.write({"step": done, "data": {"rows": run.rows.rows, "fullness": run.rows.fullness}})
             if _due(done, config.log_every, config.steps):
-                metrics.write({"step": done, **numbers})
+                metrics.write({"step": done, **numbers, "data_wait_longest": longest_wait})
+                longest_wait = 0.0
             if _due(done, config.validate_every, config.steps):
                 validation = validate(run)
                 metrics.write({"step": done, "validation": validation})
@@ -241,21 +254,36 @@ def _save(run: Run, folder: Path, done: int) -> None:
     checkpoint.save(folder, run.model, run.tokenizer, run.config.method, run.optimizer, step=done, keep=keep)
 
 
+def read_batches(run: Run, step: int) -> list[Batch]:
+    """This rank's rows of a step, one batch per group."""
+    first = step * run.config.train.batch_rows
+    return [run.rows.batch(first + share.start, len(share)) for share in run.shares]
+
+
+def prefetch(run: Run, done: int) -> Prefetcher:
+    """The batches of the steps still to do, read ahead, ready to be copied to the device."""
+    device = torch.empty(0, device=run.device).device  # with its number: "cuda" would be GPU 0 in a new thread
+
+    def build(step: int) -> list[Batch]:
+        return [pinned(batch, device) for batch in read_batches(run, step)]
+
+    return Prefetcher(build, range(done, run.config.train.steps))
+
+
 def take_step(run: Run, step: int) -> dict[str, Any]:
     """One optimizer step; returns its numbers."""
-    config = run.config.train
+    begun, config = time.perf_counter(), run.config.train
+    read = read_batches(run, step) if run.ahead is None else run.ahead.take(step)
+    waited = time.perf_counter() - begun
+    batches = [to_device(batch, run.device) for batch in read]
     rate = learning_rate(step, config)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    first = step * config.batch_rows
-    batches = [
-        to_device(run.rows.batch(row, config.group_rows), run.device)
-        for row in range(first, first + config.batch_rows, config.group_rows)
-    ]
     labels = sum(int(run.method.labels(batch, run.config.method).sum()) for batch in batches)
     total, by_passes = accumulate_gradient(run, batches, step, labels)
     norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip))
     if not (math.isfinite(total) and math.isfinite(norm)):
+        first = step * config.batch_rows
         raise FredaError(
             f"loss {total} and gradient norm {norm} at step {step}, rows {first} to {first + config.batch_rows - 1}: "
             f"stopped before the update; lower train.lr or look at these rows"
@@ -263,17 +291,18 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     numbers = {"loss": total, "grad_norm": norm, "lr": rate, "labels": labels}
+    numbers |= {"data_wait": waited, "data_wait_share": waited / (time.perf_counter() - begun)}
     return {**numbers, "loss_by_passes": by_passes} if run.method.REFINES else numbers
 
 
 def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) -> tuple[float, dict[str, float]]:
     """Backward of every group; the mean loss per label, over all groups and by number of passes."""
     config = run.config
-    size, seed = config.train.group_rows, config.train.seed
+    seed = config.train.seed
     counts = pass_numbers(seed, step, len(batches), config.method.passes)
     total, sums = 0.0, dict[int, tuple[float, int]]()
-    for index, (batch, passes) in enumerate(zip(batches, counts, strict=True)):
-        row = torch.arange(index * size, (index + 1) * size)
+    for batch, share, passes in zip(batches, run.shares, counts, strict=True):
+        row = torch.arange(share.start, share.stop)
         at = Step(seed, step, row, step / config.train.steps, passes)
         with autocast(config.train.dtype, run.device):
             loss = run.method.loss(run.model, batch, config.method, at)
@@ -302,8 +331,8 @@ def validate(run: Run) -> dict[str, float]:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch where the model is."""
-    return Batch(*(part.to(device) for part in batch))
+    """The batch where the model is; the copy to a GPU does not hold up the program, if the batch is pinned."""
+    return Batch(*(part.to(device, non_blocking=True) for part in batch))
 
 
 def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:

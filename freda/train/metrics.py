@@ -1,6 +1,9 @@
 """What a run says about itself: `metrics.jsonl`, one JSON object a line, and one line on the terminal.
 
-A line of metrics is a step (`step`, `loss`, ...) or a validation (`step`, `validation`: {name: mean}).
+A line of metrics is a step (`step`, `loss`, ...), a validation (`step`, `validation`: {name: mean}) or, once at step 1,
+the data (`data`: its rows and the share of their positions that hold a document). `data_wait` is how many seconds the
+step waited for its batches, `data_wait_share` the share of its time, `data_wait_longest` the longest wait of a step
+since the line before.
 """
 
 from __future__ import annotations
