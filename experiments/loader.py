@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from freda.config import Config, DataConfig, MethodConfig, ModelConfig, TrainConfig
 from freda.data.loader import Batch, Loader
 from freda.data.pack import plan
-from freda.data.shards import SPLITS, Manifest, ShardWriter
+from freda.data.shards import SPLITS, Manifest, ShardWriter, SplitInfo
 from freda.data.tokenizer import train_tokenizer
 from freda.train import loop
 
@@ -61,7 +61,7 @@ def write_shards(folder: Path) -> None:
         with ShardWriter(folder, split, eos_id=tokenizer.eos_id, align=ALIGN) as writer:
             for length in draw_lengths(tokens // MEAN):
                 writer.add(rng.integers(0, 256, length))  # type: ignore[arg-type]
-        splits[split] = writer.info()
+        splits[split] = SplitInfo.of([writer.info("random")])
     tokenizer.save(folder)
     ids: dict[str, Any] = {"eos_id": tokenizer.eos_id, "blank_id": tokenizer.blank_id}
     Manifest(source={}, align=ALIGN, tokenizer=tokenizer.fingerprint, splits=splits, **ids).write(folder)

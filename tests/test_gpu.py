@@ -95,7 +95,7 @@ def test_generation_equals_the_cpu(name: str) -> None:
 
 
 def test_prefetched_batches_are_pinned_and_the_same(tmp_path: Path) -> None:
-    prepare(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
+    prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
     run = loop.setup(
         Config(
             model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),

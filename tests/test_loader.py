@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from freda.config import CorpusConfig
 from freda.data.loader import Batch, Loader, Prefetcher, rank_rows
-from freda.data.prepare import prepare
-from freda.data.shards import Manifest, Shard, ShardWriter, SplitInfo
+from freda.data.prepare import prepare_corpus
+from freda.data.shards import Documents, Manifest, ShardWriter, SplitInfo
 from freda.data.tokenizer import Tokenizer, train_tokenizer
 from freda.errors import FredaError
 
@@ -28,10 +28,10 @@ EOS, ALIGN = 0, 4
 def write_folder(folder: Path, documents: list[list[int]]) -> None:
     splits: dict[str, SplitInfo] = {}
     for split, texts in (("train", documents), ("validation", [])):
-        with ShardWriter(folder, split, eos_id=EOS, align=ALIGN) as writer:  # type: ignore[arg-type]
+        with ShardWriter(folder, split, eos_id=EOS, align=ALIGN) as writer:
             for ids in texts:
                 writer.add(ids)
-        splits[split] = writer.info()
+        splits[split] = SplitInfo.of([writer.info("test")])
     Manifest(source={}, align=ALIGN, eos_id=EOS, blank_id=99, tokenizer="f" * 64, splits=splits).write(folder)
 
 
@@ -337,7 +337,7 @@ def test_an_empty_split_cannot_be_trained_on(folder: Path) -> None:
 
 
 def test_tokenizer_must_be_that_of_the_shards(tmp_path: Path) -> None:
-    prepare(CorpusConfig(problems=100, validation_problems=5, vocab_size=300), tmp_path)
+    prepare_corpus(CorpusConfig(problems=100, validation_problems=5, vocab_size=300), tmp_path)
     loader = Loader(tmp_path, "validation", seq_len=64, seed=0)
     loader.check_tokenizer(Tokenizer.load(tmp_path))
     other = train_tokenizer(["some other text"], 260)
@@ -347,7 +347,7 @@ def test_tokenizer_must_be_that_of_the_shards(tmp_path: Path) -> None:
 
 
 def test_prepared_documents_come_out_as_text(tmp_path: Path) -> None:
-    manifest = prepare(CorpusConfig(problems=60, validation_problems=5, vocab_size=300), tmp_path)
+    manifest = prepare_corpus(CorpusConfig(problems=60, validation_problems=5, vocab_size=300), tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     loader = Loader(tmp_path, "train", seq_len=256, seed=0)
     batch = loader.batch(0, loader.rows)
@@ -356,6 +356,6 @@ def test_prepared_documents_come_out_as_text(tmp_path: Path) -> None:
         for tokens, document in zip(batch.tokens, batch.document, strict=True)
         for index in range(int(document.max()) + 1)
     }
-    shard = Shard(tmp_path, "train", manifest)
+    shard = Documents(tmp_path, "train", manifest)
     assert texts == {tokenizer.decode(shard.document(index).tolist()) for index in range(60)}
     assert all(text.startswith("Q: ") and text.endswith(".") for text in texts)

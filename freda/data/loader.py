@@ -83,6 +83,11 @@ class Loader:
                 f"{self._folder} was written with tokenizer {ours[:8]}, the model has {theirs[:8]}; "
                 "prepare the data with the model's tokenizer"
             )
+        if self.manifest.eos_id != tokenizer.eos_id:
+            raise FredaError(
+                f"{self._folder} ends documents with id {self.manifest.eos_id}, the model with {tokenizer.eos_id}; "
+                "prepare the data with prepare.eos set to the model's token"
+            )
 
     def _order(self, epoch: int) -> Ints:
         """The permutation of an epoch. The last one is kept: batches ask for neighbouring rows."""
