@@ -203,8 +203,14 @@ def convert(
         print(f"{name}: {value}")
 
 
-bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
 app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @bench.command("data", epilog="Example: **freda bench data configs/data-mini.toml --data ~/corpora**")

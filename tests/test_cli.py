@@ -13,7 +13,7 @@ import pytest
 from freda import config as configs
 from freda.cli import run
 from freda.config import Config, CorpusConfig, DataConfig, ModelConfig, TrainConfig
-from freda.data.tokenizer import BLANK_TEXT
+from freda.data.tokenizer import BLANK_TEXT, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +152,84 @@ def test_demo_the_quick_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (folder / "thesis.tex").write_text("important")
         assert "which no demo made" in fails(capsys, "demo", "--quick", "--out", folder)
         assert (folder / "thesis.tex").exists() and (folder / "results.json").exists()
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A config, a source and a benchmark, with a tokenizer like that of a checkpoint."""
+    lines = [json.dumps({"text": f"Story {n}: " + "the river runs to the sea " * (n % 5 + 1)}) for n in range(60)]
+    (tmp_path / "stories.jsonl").write_text("\n".join(lines))
+    (tmp_path / "exam.csv").write_text("the fox runs to the river and the bear sleeps in the deep dark wood,yes\n")
+    train_tokenizer(lines, 300).save(tmp_path / "tokenizer")
+    (tmp_path / "data.toml").write_text(
+        '[prepare]\ntokenizer = "tokenizer"\nparts = 2\nvalidation_share = 0.1\n'
+        '[source.stories]\npath = "stories.jsonl"\n'
+        '[benchmark.exam]\nkind = "table"\npath = "exam.csv"\nfield = "0"\n'
+    )
+    return tmp_path
+
+
+def test_prepare_and_inspect(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = [str(corpus / "data.toml"), str(corpus / "out"), "--data", str(corpus)]
+    assert run(["prepare", *place, "--plan"]) == 0
+    assert "stories" in capsys.readouterr().out and not (corpus / "out").exists()
+    assert run(["prepare", *place, "--workers", "1"]) == 0
+    written = capsys.readouterr()
+    assert "train: " in written.out and "kept out exam (1 of 1 texts): nothing found" in written.out
+    assert "tokenizing with tokenizers: " in written.err
+    picture = corpus / "lengths.png"
+    shown = ["--rows", "2", "--seq-len", "64", "--histogram", str(picture), "--verify"]
+    assert run(["inspect", str(corpus / "out"), *shown]) == 0
+    text = capsys.readouterr().out
+    assert "‖Story" in text.replace(" ", "").replace("‖S|tory", "‖Story") or "‖" in text
+    assert ("up to       64" in text and "all hashes are right" in text and "100.0" in text) or "% full" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_prepare_says_what_is_wrong(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = corpus / "data.toml", corpus / "out"
+    data = ("--data", corpus)
+    for arguments, message in (
+        (("--set", "source.stories.path=nowhere.jsonl"), "nowhere.jsonl; relative paths start from the folder given"),
+        (
+            ("--set", "source.stories.shaer=2"),
+            "'source.stories.shaer'; did you mean 'source.stories.share'?",
+        ),
+        (("--set", "source.stories.kind=pdf"), "source.stories.kind is 'pdf'; use one of jsonl"),
+        (("--set", "source.stories.share=-1"), "source.stories: share is -1.0; use a positive number"),
+        (("--set", "source.a/b.path=x"), "[source.a/b] has a name that is no file name"),
+        (("--set", "prepare.tokenizer=nowhere"), "there is no folder"),
+        (("--set", "prepare.eos=<end>"), "it has no token '<end>', which is to end documents"),
+        (("--workers", "-1"), "workers is -1; use 1 or more, or 0 for one per core"),
+    ):
+        assert message in fails(capsys, "prepare", config, out, *data, *arguments)
+    assert not (out / "manifest.json").exists()
+
+
+def test_bench_data(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "data", str(corpus / "data.toml"), "--data", str(corpus), "--megabytes", "0.01"]
+    assert run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["what"] for row in found["rows"]] == [
+        "tokenizers alone",
+        "encoder (tokenizers)",
+        "decontamination alone",
+        "end to end, a tenth",
+        "end to end",
+        "end to end, decontaminated",
+    ]
+    assert all(row["tokens_per_second"] > 0 for row in found["rows"]) and found["rows"][0]["ratio"] == 1
+    assert run(arguments) == 0 and "Mtokens/s" in capsys.readouterr().out
+    assert "prepare.tokenizer is empty" in fails(capsys, *arguments, "--set", 'prepare.tokenizer=""')
+    assert run(["bench"]) == 0 and "data" in capsys.readouterr().out
+
+
+def test_the_shipped_data_configs_are_the_papers_mixture() -> None:
+    for name in ("data-paper", "data-mini"):
+        config = configs.load(Path(__file__).parent.parent / "configs" / f"{name}.toml")
+        shares = sorted(source.share for source in config.source.values())
+        assert sum(shares) == pytest.approx(1.0) and {0.36, 0.22, 0.02} <= set(shares)
+        assert {"gsm8k", "math500", "humaneval", "mmlu"} <= config.benchmark.keys()

@@ -7,7 +7,7 @@ So a tokenizer is read (`_recipe`), its merges are checked to mean the same unde
 both libraries encode a list of difficult texts, every script among them. Whatever fails leaves the library
 `tokenizers` in charge and says why.
 
-Single texts take the definition as well, wherever they need what tiktoken does not know: see `Encoder.encode`.
+Single texts take the definition as well, wherever they need what tiktoken does not know: see `Encoder.quick`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class _UnfitError(Exception):
 class Encoder:
     """Text to ids. `library` is the one in use; `reason` says why it is not tiktoken, and is empty where it is.
 
+    `tiktoken` is its encoding for measurements, or None: alone it is wrong for the texts that `quick` leaves out.
     It can be sent to worker processes: they build it again from `tokenizer.json`, without the checks.
     """
 
@@ -75,7 +76,7 @@ class Encoder:
         self.reason = reason
         self._tokenizer = tokenizer
         self._recipe = recipe
-        self._encoding = None if recipe is None else _encoding(recipe, tokenizer.blank_id)
+        self.tiktoken: Any = None if recipe is None else _encoding(recipe, tokenizer.blank_id)
         self._normalizer = tokenizers.normalizers.NFC()
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -101,7 +102,7 @@ class Encoder:
                     return None
             # Not encode_ordinary, which makes a list (4.2 against 4.9 million tokens a second) and panics where its
             # stack is too small. The copy is there because the buffer cannot be written to.
-            ids: NDArray[np.int32] = self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
+            ids: NDArray[np.int32] = self.tiktoken.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
         except ValueError:  # surrogates (a UnicodeEncodeError), or the stack
             return None
         return ids
