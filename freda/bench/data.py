@@ -40,8 +40,7 @@ def bench_data(config: Config, root: Path, megabytes: float) -> dict[str, Any]:
     tokenizer = named_tokenizer(config, root)
     encoder = make_encoder(tokenizer, texts[:100])
     library = tokenizers.Tokenizer.from_str(tokenizer.json_text)
-    tokens = sum(len(encoder.encode(text)) for text in texts)
-    size = sum(len(text.encode()) for text in texts) / 1e6
+    tokens, size = _amount(encoder, texts)
     measured = {
         "tokenizers alone": _best(lambda: library.encode_batch_fast(texts, add_special_tokens=False)),
         f"encoder ({encoder.library})": _best(lambda: [encoder.encode(text) for text in texts]),
@@ -53,7 +52,7 @@ def bench_data(config: Config, root: Path, megabytes: float) -> dict[str, Any]:
         index = Index(benchmark_texts(config, root), **limits)
         measured["decontamination alone"] = _best(lambda: [index.hits(text) for text in texts])
     rows = [_row(name, seconds, tokens, size) for name, seconds in measured.items()]
-    rows += _end_to_end(config, root, texts, tokens, size)
+    rows += _end_to_end(config, root, texts, encoder)
     reference = rows[0]["tokens_per_second"]
     for row in rows:
         row["ratio"] = row["tokens_per_second"] / reference
@@ -81,6 +80,11 @@ def _texts(config: Config, root: Path, megabytes: float) -> list[str]:
     return texts
 
 
+def _amount(encoder: Encoder, texts: Sequence[str]) -> tuple[int, float]:
+    """Tokens and megabytes."""
+    return sum(len(encoder.encode(text)) for text in texts), sum(len(text.encode()) for text in texts) / 1e6
+
+
 def _best(run: Callable[[], object]) -> float:
     seconds = []
     for _ in range(REPEATS):
@@ -90,7 +94,7 @@ def _best(run: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def _end_to_end(config: Config, root: Path, texts: Sequence[str], tokens: int, size: float) -> list[dict[str, Any]]:
+def _end_to_end(config: Config, root: Path, texts: Sequence[str], encoder: Encoder) -> list[dict[str, Any]]:
     """Whole runs of `prepare`, with and without decontamination, and on a tenth of the text for its memory."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -113,8 +117,7 @@ def _end_to_end(config: Config, root: Path, texts: Sequence[str], tokens: int, s
                 decontaminate=config.decontaminate if benchmarks else DecontaminateConfig(),
             )
             seconds, memory = _in_own_process(own, root, folder / title.replace(" ", "-"))
-            share = 0.1 if "tenth" in title else 1.0
-            rows.append({**_row(title, seconds, round(tokens * share), size * share), "peak_memory_mb": memory})
+            rows.append({**_row(title, seconds, *_amount(encoder, some)), "peak_memory_mb": memory})
     return rows
 
 
@@ -132,7 +135,16 @@ def _run_task(config: Config, root: Path, out: Path) -> tuple[float, float]:
         begun = time.perf_counter()
         worker.run(Task("texts", part=0, wave=number, epoch=0, skip=0, want=0))  # another wave, or it would be done
         seconds.append(time.perf_counter() - begun)
-    return min(seconds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return min(seconds), _peak_memory()
+
+
+def _peak_memory() -> float:
+    """Of this process, in MB. Linux hands ru_maxrss on from parent to child, so it is the last resort."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _row(what: str, seconds: float, tokens: int, megabytes: float) -> dict[str, Any]:
