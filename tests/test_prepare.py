@@ -152,6 +152,7 @@ def test_the_mixture_is_by_tokens(root: Path) -> None:
     write_source(root / "two.jsonl", 400, words=3)  # short documents: shares of documents would differ
     config = mixture(tokens=6000, validation_share=0.0)
     assert budgets(config) == {"one": 4500, "two": 1500}
+    assert budgets(mixture(tokens=1)) == {"one": 1, "two": 1} and budgets(mixture()) == {"one": 0, "two": 0}
     manifest = prepare(config, root / "out", root=root)
     tokens = {
         name: sum(s.tokens for s in manifest.splits["train"].shards if s.source == name) for name in ("one", "two")
@@ -202,7 +203,7 @@ def test_waves() -> None:
     last = dict(zip(third, [outcome(1, 1, True)] * 3, strict=True))
     assert next_wave("s", 100, 2, 3, [wave, dry, last]) == (
         [],
-        "source.s ran dry: 92 of 100 tokens after 2 epochs; 2 epochs would do",
+        "source.s ran dry: 92 of 100 tokens after 2 epochs; 3 epochs would do",
     )
     assert next_wave("s", 89, 2, 3, [wave, dry]) == ([], ""), "enough"
     assert next_wave("s", 0, 9, 3, [wave]) == ([], ""), "0 takes all there is, once"

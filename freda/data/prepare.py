@@ -88,9 +88,10 @@ def _encoder_note(worker: Worker) -> str:
 
 
 def budgets(config: Config) -> dict[str, int]:
-    """Training tokens of each source; 0 is all."""
-    whole = sum(source.share for source in config.source.values())
-    return {name: round(config.prepare.tokens * source.share / whole) for name, source in config.source.items()}
+    """Training tokens of each source; 0 is all, which only `tokens = 0` means, and not a tiny share."""
+    tokens, whole = config.prepare.tokens, sum(source.share for source in config.source.values())
+    least = 1 if tokens else 0
+    return {name: max(least, round(tokens * source.share / whole)) for name, source in config.source.items()}
 
 
 def next_wave(
@@ -109,7 +110,7 @@ def next_wave(
     if not live:
         in_epoch = sum(o.tokens for tasks in done for task, o in tasks.items() if task.epoch == epoch)
         if epoch + 1 >= epochs or not in_epoch:
-            needed = f"; {math.ceil(budget / have)} epochs would do" if have else ""
+            needed = f"; {math.ceil(budget * (epoch + 1) / have)} epochs would do" if have else ""
             return [], f"source.{source} ran dry: {have:,} of {budget:,} tokens after {epoch + 1} epochs{needed}"
         epoch, live = epoch + 1, dict.fromkeys(range(parts), 0)
     want = math.ceil((budget - have) / len(live))
