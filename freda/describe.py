@@ -11,7 +11,7 @@ from freda.data.loader import Loader
 from freda.data.shards import Documents, Manifest, shard_lines
 from freda.data.shards import verify as verify_shards
 from freda.data.tokenizer import Tokenizer
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 from freda.model.weights import family_of, load_model
 from freda.train.metrics import read_metrics
 
@@ -24,6 +24,8 @@ def describe(path: Path) -> str:
         raise FredaError(f"there is nothing at {path}")
     if (path / "manifest.json").is_file():
         return describe_shards(path)
+    if (path / ".freda-prepare").is_dir():
+        return describe_shards(path)  # which says that they are half written
     if (path / "config.toml").is_file():
         return _run(path)
     return _model(path)
@@ -73,6 +75,9 @@ def describe_shards(
     verify: bool = False,
 ) -> str:
     """Counts, lengths and, if asked for, packed rows as text, a picture of the lengths, and a check of all hashes."""
+    require(rows >= 0, f"rows is {rows}; use 0 or more")
+    require(block_size >= 1, f"block_size is {block_size}; use 1 or more")
+    require(histogram is None or histogram.suffix == ".png", f"histogram is {histogram}; name a .png file")
     manifest = Manifest.read(path)
     documents, tokenizer = Documents(path, "train", manifest), Tokenizer.load(path)
     lengths = documents.lengths()

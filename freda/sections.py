@@ -65,6 +65,9 @@ def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
             arguments[key] = _section(typing.cast(type, hint), value, name)
         elif not where and key in NAMED:
             tables = value if isinstance(value, Mapping) else {"NAME": value}
+            for title in tables:
+                plain = title.isascii() and title.replace("-", "").replace("_", "").isalnum()
+                require(plain, f"[{name}.{title}] has a name that is no file name; use letters, digits, - and _")
             kind_ = typing.get_args(hint)[1]
             arguments[key] = {title: _section(kind_, table, f"{name}.{title}") for title, table in tables.items()}
         else:
@@ -78,10 +81,6 @@ def _section(kind: type, values: Any, name: str) -> Any:
         raise FredaError(f"{name} is {values!r}; it is a section: write [{name}] and keys below it")
     if name.partition(".")[0] not in NAMED:
         return build(kind, values, f"{name}.")
-    require(
-        name.rpartition(".")[2].replace("-", "").replace("_", "").isalnum(),
-        f"[{name}] has a name that is no file name; use letters, digits, - and _",
-    )
     try:
         return build(kind, values, f"{name}.")
     except FredaError as error:

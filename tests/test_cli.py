@@ -187,6 +187,12 @@ def test_prepare_and_inspect(corpus: Path, capsys: pytest.CaptureFixture[str]) -
     assert "‖Story" in text.replace(" ", "").replace("‖S|tory", "‖Story") or "‖" in text
     assert ("up to       64" in text and "all hashes are right" in text and "100.0" in text) or "% full" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
+    for size in ("2", "8"):
+        assert run(["inspect", str(corpus / "out"), "--rows", "1", "--seq-len", "64", "--block-size", size]) == 0
+        row = capsys.readouterr().out.splitlines()[-1]
+        assert row.count("|") + row.count("‖") == 64 // int(size)
+    for option, value in (("--block-size", "0"), ("--rows", "-1"), ("--histogram", "x.xyz")):
+        assert f"{option[2:].replace('-', '_')} is {value}" in fails(capsys, "inspect", corpus / "out", option, value)
 
 
 def test_prepare_says_what_is_wrong(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

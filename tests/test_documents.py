@@ -18,7 +18,8 @@ import pytest
 
 from freda.config import CorpusConfig, DocumentsConfig
 from freda.data import documents
-from freda.data.documents import Broken, Document, Field, find, read
+from freda.data.documents import Broken, Document, Field, read
+from freda.data.files import find
 from freda.errors import FredaError
 
 TEXTS = [f"text number {number}, größer als {number - 1}" for number in range(11)]
@@ -88,10 +89,33 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": TEXTS, "n": range(11)}), tmp_path / "a.parquet")
     assert texts(DocumentsConfig(kind="parquet", path="a.parquet"), tmp_path, 1, 2) == TEXTS[1::2]
     records = list(read(DocumentsConfig(kind="parquet", path="a.parquet", field="body"), tmp_path, CORPUS))
-    assert records and all(isinstance(record, Broken) and record.reason == "no field body" for record in records)
+    assert records and all(record == Broken(record.where, "no field body", "it has text, n") for record in records)
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(FredaError, match=r"b\.parquet is no readable Parquet file"):
         texts(DocumentsConfig(kind="parquet", path="b.parquet"), tmp_path)
+
+
+def test_several_frames_and_byte_order_marks(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd(json_lines(TEXTS[:4])) + zstd(json_lines(TEXTS[4:])))
+    assert texts(DocumentsConfig(path="a.jsonl.zst"), tmp_path) == TEXTS
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(TEXTS))
+    assert texts(DocumentsConfig(path="b.jsonl"), tmp_path) == TEXTS
+    (tmp_path / "c.csv").write_bytes(b"\xef\xbb\xbftext,n\nfine,1\n")
+    assert texts(DocumentsConfig(kind="table", path="c.csv"), tmp_path) == ["fine"]
+
+
+def test_a_quote_in_tsv_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('"one\tyes\ntwo"\tno\n')
+    assert texts(DocumentsConfig(kind="table", path="a.tsv", field="0"), tmp_path) == ['"one', 'two"']
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.txt").write_text("a")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "back").symlink_to(tmp_path / "data")
+    assert texts(DocumentsConfig(kind="text", path="data"), tmp_path) == ["a"]
 
 
 def test_text_files_and_code(tmp_path: Path) -> None:
@@ -129,9 +153,27 @@ def test_archives(tmp_path: Path) -> None:
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     assert texts(DocumentsConfig(path="a.tar.xz"), tmp_path) == TEXTS
+    assert [r.text for r in read(DocumentsConfig(path="a.tar.xz"), tmp_path, CORPUS, seed=3)] == TEXTS  # type: ignore[union-attr]
     assert texts(DocumentsConfig(path="a.tar.xz", files="*_train.jsonl"), tmp_path) == TEXTS[:3]
     record = next(iter(read(DocumentsConfig(path="a.tar.xz", field="nope"), tmp_path, CORPUS)))
     assert record == Broken(f"{tmp_path}/a.tar.xz!x/one_train.jsonl:1", "no field nope", "it has text, n")
+
+
+def test_odd_archives(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tgz", "w:gz") as tar:
+        for name, content in (("./x.jsonl", TEXTS[:2]), ("./x.jsonl", TEXTS[2:4])):
+            data = json_lines(content)
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+        link = tarfile.TarInfo("y.jsonl")
+        link.type, link.linkname = tarfile.LNKTYPE, "./x.jsonl"
+        tar.addfile(link)
+    assert texts(DocumentsConfig(path="a.tgz"), tmp_path)[:4] == TEXTS[:4], "two members of one name"
+    (tmp_path / "my.targets.jsonl").write_bytes(json_lines(TEXTS))
+    assert texts(DocumentsConfig(path="my.targets.jsonl"), tmp_path) == TEXTS
+    with pytest.raises(FredaError, match="parquet files cannot be read inside an archive; unpack it"):
+        texts(DocumentsConfig(kind="parquet", path="a.tgz"), tmp_path)
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -154,6 +196,8 @@ def test_hugging_face_datasets(tmp_path: Path) -> None:
     found = [texts(config, Path(), part, 3) for part in range(3)]
     assert sorted(text for part in found for text in part) == sorted(TEXTS)
     assert all(found)
+    more = [texts(config, Path(), part, 7) for part in range(7)]  # more parts than files
+    assert sorted(text for part in more for text in part) == sorted(TEXTS) and all(more)
     with pytest.raises(FredaError, match=r"cannot read the dataset .*/nowhere/train"):
         texts(DocumentsConfig(kind="huggingface", path=str(tmp_path / "nowhere")), Path())
 
@@ -179,7 +223,14 @@ def test_the_embedded_generator_says_what_is_held_out() -> None:
     assert [again[index % 3][index // 3] for index in range(8)] == records
 
 
+def _read_lines(folder: Path, content: bytes) -> list[Broken]:
+    (folder / "lines.jsonl").write_bytes(content)
+    return [r for r in read(DocumentsConfig(path="lines.jsonl"), folder, CORPUS) if isinstance(r, Broken)]
+
+
 def test_broken_lines_are_named(tmp_path: Path) -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    assert [r.reason for r in _read_lines(tmp_path, deep)] == ["not JSON"]
     lines = [b'{"text": "good"}', b"{broken", b"[1]", b'{"body": "x"}', b'{"text": "\xff"}', b"", b'{"text": null}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b'\n{"text": "no line break at the end"}')
     records = list(read(DocumentsConfig(path="a.jsonl"), tmp_path, CORPUS))
@@ -206,7 +257,7 @@ def test_a_line_that_would_fill_the_memory_is_skipped(tmp_path: Path, monkeypatc
     assert [record.reason for record in whole] == ["file too long"]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
 def test_a_file_that_ends_early_is_refused(tmp_path: Path, suffix: str) -> None:
     whole = PACKERS[suffix](json_lines([text * 50 + str(n) for n, text in enumerate(TEXTS * 20)]))
     (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[: len(whole) // 2])
@@ -219,12 +270,15 @@ def test_wrong_places(tmp_path: Path) -> None:
         read(DocumentsConfig(path="nowhere"), tmp_path, CORPUS)
     with pytest.raises(FredaError, match=r"holds no file of kind jsonl \(\*.jsonl \*.ndjson\); set files to a pattern"):
         read(DocumentsConfig(path="."), tmp_path, CORPUS)
-    with pytest.raises(FredaError, match="which is no template"):
-        Field("{open")
+    for template in ("{open", "{}", "{a!r}", "{a:>9}"):
+        with pytest.raises(FredaError, match="no template|plain {name}s only"):
+            Field(template)
 
 
 def test_templates() -> None:
     select = Field("Q: {question.stem}\n{choices}\nA: {n}")
     values = {"question": {"stem": "Who?"}, "choices": ["a", "b"], "n": 3}
     assert select("here", values) == Document("here", "Q: Who?\na\nb\nA: 3")
+    nested = {"question": {"stem": [{"role": "user"}]}, "choices": [], "n": 1}
+    assert select("here", nested) == Broken("here", "field question.stem is no text", "it is [{'role': 'user'}]")
     assert select("here", {"question": "flat"}) == Broken("here", "no field question.stem", "it has question")

@@ -20,8 +20,8 @@ import pytest
 
 from freda.config import Config, CorpusConfig, DocumentsConfig, PrepareConfig, SourceConfig, load
 from freda.data import tasks
-from freda.data.estimate import duration, plan_lines
-from freda.data.prepare import budgets, next_wave, prepare, prepare_corpus
+from freda.data.estimate import duration, estimate, plan_lines
+from freda.data.prepare import budgets, next_wave, prepare, prepare_corpus, with_revisions
 from freda.data.shards import Documents, Manifest, ShardInfo
 from freda.data.synthetic import problems_of
 from freda.data.tasks import Outcome, Task, Worker
@@ -376,6 +376,187 @@ def test_a_source_that_changed_meanwhile_is_read_again(root: Path, monkeypatch: 
     assert any("omega" in text for text in texts(root / "out"))
 
 
+def interrupted(config: Config, out: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the end."""
+
+    def stop(*_: object) -> Manifest:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("freda.data.prepare._finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, out, root=root)
+
+
+def test_files_beside_ours_stay(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stale shards go by our own records, not by their names."""
+    interrupted(mixture(parts=5), root / "out", root, monkeypatch)
+    (root / "out" / "train-notes.txt").write_text("mine")
+    prepare(mixture(parts=2), root / "out", root=root)
+    names = {path.name for path in (root / "out").iterdir()}
+    assert "train-notes.txt" in names and "train-one-00003.bin" not in names
+
+
+def test_a_failed_try_does_not_leave_records_of_shards_that_changed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(mixture(), root / "out", root, monkeypatch)
+    wrong = {"one": SourceConfig(path="one.jsonl", share=3.0, field="txt"), "two": mixture().source["two"]}
+    with pytest.raises(FredaError, match="cannot be read"):
+        prepare(dataclasses.replace(mixture(), source=wrong), root / "out", root=root)
+    (root / "out" / "train-two-00001.bin").unlink()  # and somebody removes one
+    prepare(mixture(), root / "out", root=root)
+    prepare(mixture(), root / "whole", root=root)
+    assert contents(root / "out") == contents(root / "whole")
+
+
+def test_a_new_tokenizer_is_learned_when_what_it_is_learned_from_changes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(mixture(), root / "out", root, monkeypatch)
+    assert prepare(mixture(vocab_size=290), root / "out", root=root).blank_id == 289
+    interrupted(mixture(), root / "broken", root, monkeypatch)
+    (root / "broken" / tasks.WORK / "tokenizer_config.json").write_text("")
+    (root / "broken" / tasks.WORK / "tokenizer.key").unlink()
+    prepare(mixture(), root / "broken", root=root)
+
+
+def with_exam(root: Path, question: str) -> Config:
+    (root / "exam.jsonl").write_text(json.dumps({"question": question}))
+    exam = DocumentsConfig(path="exam.jsonl", field="question")
+    return dataclasses.replace(mixture(), benchmark={"exam": exam})
+
+
+def test_tasks_depend_on_all_that_changes_their_shards(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = train_tokenizer(WORDS, 300)
+    tokenizer.save(root / "tokenizer")
+    named = dataclasses.replace(mixture(), prepare=dataclasses.replace(mixture().prepare, tokenizer="tokenizer"))
+    interrupted(named, root / "eos", root, monkeypatch)
+    settings = json.loads((root / "tokenizer" / "tokenizer_config.json").read_text())
+    settings |= {"eos_token": "a", "stop_tokens": ["a"]}
+    (root / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+    manifest = prepare(named, root / "eos", root=root)
+    assert Documents(root / "eos", "train", manifest).document(0)[-1] == manifest.eos_id != tokenizer.eos_id
+    interrupted(named, root / "other", root, monkeypatch)
+    train_tokenizer([*WORDS, "omega omega"], 300).save(root / "tokenizer")
+    again = prepare(named, root / "other", root=root)
+    assert again.tokenizer == open_tokenizer(root / "tokenizer").fingerprint
+    assert all("\ufffd" not in text for text in texts(root / "other"))
+    lines = [json.loads(line)["text"] for line in (root / "one.jsonl").read_text().splitlines()]
+    found = next(line for line in lines if len(line.split()) > 14)
+    interrupted(with_exam(root, "x" * len(found)), root / "exam", root, monkeypatch)
+    time.sleep(0.01)
+    assert prepare(with_exam(root, found), root / "exam", root=root).dropped == {"one": {"contaminated by exam": 1}}
+
+
+def test_what_was_left_by_a_kill_at_the_very_end_is_cleaned_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("freda.data.prepare._clean_up", lambda *_: None)
+        prepare(mixture(), root / "out", root=root)
+    assert (root / "out" / tasks.WORK).is_dir()
+    prepare(mixture(), root / "out", root=root)
+    assert not (root / "out" / tasks.WORK).exists()
+    (root / "out" / "train-one-00000.bin").write_bytes(b"")
+    with pytest.raises(FredaError, match=r"train-one-00000\.bin has 0 bytes"):
+        prepare(mixture(), root / "out", root=root)
+
+
+def test_nothing_useful_in_a_source_is_an_error_and_one_broken_line_is_not(root: Path) -> None:
+    (root / "one.jsonl").write_text("\n".join(['{"text": "fine"}'] * 7 + ["{broken"]))
+    assert prepare(mixture(parts=8), root / "out", root=root).dropped == {"one": {"not JSON": 1}}
+    (root / "one.jsonl").write_text('{"body": "x"}\n' * 3)
+    with pytest.raises(FredaError, match=r"one: none of its 3 records can be used, first .*one.jsonl:1: no field"):
+        prepare(mixture(parts=8), root / "none", root=root)
+
+
+def test_dropped_documents_are_counted_once_however_often_they_are_read(root: Path) -> None:
+    with open(root / "one.jsonl", "a") as file:
+        file.write('{"text": " "}\n')
+    config = mixture(tokens=60_000)
+    more = {name: dataclasses.replace(source, epochs=9) for name, source in config.source.items()}
+    assert prepare(dataclasses.replace(config, source=more), root / "out", root=root).dropped == {"one": {"empty": 1}}
+
+
+def test_a_part_goes_on_where_it_was(root: Path) -> None:
+    """Waves of one epoch read every record once: no document comes twice before all have come."""
+    write_source(root / "two.jsonl", 30, seed=3, words=60)
+    lengths = {}
+    for tokens in (2500, 5000):
+        config = Config(
+            prepare=PrepareConfig(vocab_size=300, parts=3, validation_share=0.0, tokens=tokens),
+            source={"two": SourceConfig(path="two.jsonl", epochs=3)},
+        )
+        try:
+            prepare(config, root / f"out{tokens}", root=root)
+        except FredaError:
+            continue
+        found = texts(root / f"out{tokens}")
+        lengths[tokens] = (len(found), max(found.count(text) for text in found))
+    assert lengths, "at least one budget is met"
+    assert all(most <= 3 for _, most in lengths.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is signalled by Linux")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_worker_outlives_its_parent(root: Path, number: signal.Signals) -> None:
+    write_source(root / "one.jsonl", 30_000)
+    code = (
+        "import sys; from pathlib import Path; from tests.test_prepare import mixture; "
+        "from freda.data.prepare import prepare\n"
+        "if __name__ == '__main__':\n prepare(mixture(), Path(sys.argv[1]), root=Path(sys.argv[2]), workers=2)"
+    )
+    (root / "run.py").write_text(code)
+    process = subprocess.Popen(
+        [sys.executable, str(root / "run.py"), str(root / "out"), str(root)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    deadline = time.monotonic() + 60
+    while not list((root / "out").glob("*.part")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(number)
+    process.wait(30)
+    workers = [pid for pid in children if "spawn_main" in command_of(pid)]
+    while any("spawn_main" in command_of(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert children and not [pid for pid in workers if "spawn_main" in command_of(pid)]
+
+
+def command_of(pid: str) -> str:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return "" if state == "Z" else Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_a_killed_worker_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "__reduce__", lambda self: (os._exit, (1,)), raising=False)
+    with pytest.raises(FredaError, match="a worker process was killed, perhaps for want of memory"):
+        prepare(mixture(), root / "out", root=root, workers=2)
+    assert not multiprocessing.active_children()
+
+
+def test_datasets_of_the_hub_are_pinned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def newest(name: str) -> str:
+        asked.append(name)
+        return "abc123"
+
+    monkeypatch.setattr("freda.data.prepare.newest_commit", newest)
+    config = Config(source={"web": SourceConfig(kind="huggingface", path="some/dataset")})
+    (root / "out" / tasks.WORK).mkdir(parents=True)
+    assert with_revisions(config, root / "out").source["web"].revision == "abc123"
+    assert with_revisions(config, root / "out").source["web"].revision == "abc123"
+    assert asked == ["some/dataset"], "a run that goes on asks once"
+    known = {"source.web": {"revision": "old"}}
+    assert with_revisions(config, root / "nowhere", known=known).source["web"].revision == "old"
+    local = Config(source={"web": SourceConfig(kind="huggingface", path=str(root))})
+    assert with_revisions(local, root / "out").source["web"].revision == ""
+
+
 def test_two_processes_on_one_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def meet(*_: object) -> Mapping[str, object]:
         prepare(mixture(), root / "out", root=root)
@@ -398,13 +579,13 @@ def test_a_full_disk_leaves_what_is_finished(root: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tasks.ShardWriter, "add", full)
     with pytest.raises(FredaError, match=r"No space left on device: .*what is finished is kept"):
         prepare(mixture(), root / "out", root=root)
-    assert (root / "out" / "work" / "one-00000.json").exists()
+    assert (root / "out" / tasks.WORK / "one-00000.json").exists()
     prepare(mixture(), root / "out", root=root)
     prepare(mixture(), root / "whole", root=root)
     assert contents(root / "out") == contents(root / "whole")
 
 
-@pytest.mark.parametrize("names", [["notes.txt"], ["train.bin", "notes.txt"], ["tokenizer.json"]])
+@pytest.mark.parametrize("names", [["notes.txt"], ["train.bin", "notes.txt"], ["tokenizer.json"], ["work"]])
 def test_nothing_of_others_is_overwritten(root: Path, names: list[str]) -> None:
     (root / "out").mkdir()
     for name in names:
@@ -439,6 +620,18 @@ def test_a_tokenizer_of_another_checkpoint_gets_blank(tmp_path: Path) -> None:
         open_tokenizer(tmp_path / "other")
 
 
+def test_the_plan_is_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large source only the beginning is read; other fields of its records do not count as text."""
+    lines = [json.dumps({"text": sentence(random.Random(n), 40), "url": "u" * 1500}) for n in range(600)]
+    (tmp_path / "one.jsonl").write_text("\n".join(lines))
+    source = {"one": SourceConfig(path="one.jsonl")}
+    config = Config(prepare=PrepareConfig(vocab_size=300, validation_share=0.0), source=source)
+    whole = prepare(config, tmp_path / "out", root=tmp_path).splits["train"].tokens
+    monkeypatch.setattr("freda.data.estimate.PROBED", 20_000)
+    found = estimate(config, tmp_path)[0][0]
+    assert found.tokens == pytest.approx(whole, rel=0.05)
+
+
 def test_the_plan_says_what_would_be_done(root: Path) -> None:
     exam = DocumentsConfig(path="two.jsonl")
     config = dataclasses.replace(mixture(tokens=60_000), benchmark={"exam": exam})
@@ -447,4 +640,8 @@ def test_the_plan_says_what_would_be_done(root: Path) -> None:
     assert "would run dry: one, with epochs=1" in lines
     assert "keeps out exam: " in lines
     assert not (root / "out").exists()
+    with open(root / "one.jsonl", "a") as file:
+        file.write('{"text": "\\ud800"}\n{"text": "<|blank|>"}\n')
+    (root / "two.jsonl").write_text("")
+    assert "two " in "\n".join(plan_lines(mixture(), root, 1)), "what a run would drop does not stop a plan"
     assert [duration(s) for s in (5, 600, 9000)] == ["5 s", "10 min", "2.5 h"]

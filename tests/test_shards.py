@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from freda.data.shards import Documents, Manifest, ShardInfo, ShardWriter, SplitInfo, verify
@@ -104,6 +105,7 @@ BREAKAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "train.bin").write_bytes(b"\0" * 8), "train.bin has 8 bytes, its manifest says 112"),
     (lambda folder: (folder / "train.idx").write_bytes(b"\0" * 8), "train.idx has 8 bytes, its manifest says 32"),
     (lambda folder: (folder / "train.idx").write_bytes(b"\0" * 32), "train.idx does not belong to train.bin"),
+    (lambda folder: np.array([8, 4, 16, 28], "<i8").tofile(folder / "train.idx"), "train.idx does not belong to"),
 ]
 
 

@@ -22,7 +22,7 @@ import tokenizers
 
 from freda.config import Config, DecontaminateConfig, PrepareConfig, SourceConfig
 from freda.data.decontaminate import Index
-from freda.data.documents import Document, read
+from freda.data.documents import Document, is_unicode, read
 from freda.data.encode import Encoder, make_encoder
 from freda.data.prepare import named_tokenizer
 from freda.data.tasks import WORK, Task, Worker, benchmark_texts
@@ -74,7 +74,7 @@ def _texts(config: Config, root: Path, megabytes: float) -> list[str]:
             record = next(stream, None)
             if record is None:
                 streams.remove(stream)
-            elif isinstance(record, Document) and record.text.strip():
+            elif isinstance(record, Document) and record.text.strip() and is_unicode(record.text):
                 texts.append(record.text)
                 size += len(record.text.encode("utf-8", "replace"))
     return texts

@@ -6,16 +6,18 @@ A little of every source is read, decontaminated and encoded for this; the numbe
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from freda.config import Config, SourceConfig
-from freda.data.documents import COMPRESSED, Document, find, read
+from freda.data.documents import Document, read, rows_of
+from freda.data.files import COMPRESSED, File, find
 from freda.data.prepare import budgets, named_tokenizer, with_sources
-from freda.data.tasks import Tools, sample
+from freda.data.tasks import Tally, Tools, sample
 from freda.data.tokenizer import train_tokenizer
 
-PROBED = 2_000_000  # bytes of text of every source
+PROBED = 2_000_000  # characters of every source
 UNPACKED = 4  # bytes of text in a byte of packed text, as a rule
 
 
@@ -43,25 +45,38 @@ def estimate(config: Config, root: Path) -> tuple[list[Estimate], Tools]:
 
 
 def _estimate(name: str, source: SourceConfig, config: Config, root: Path, tools: Tools) -> Estimate:
-    """Probe one source."""
-    begun, size, tokens, whole = time.perf_counter(), 0, 0, True
+    """Probe one source: what a task would do with its first records, and write nowhere."""
+    tally, align = Tally(tools, config, name, part=0), config.prepare.align
+    begun, size, stored, tokens, records, whole = time.perf_counter(), 0, 0, 0, 0, True
     for record in read(source, root, config.corpus, seed=config.prepare.seed):
+        _, ids = tally.judge(records + 1, record)
+        records += 1
+        tokens += 0 if ids is None else (len(ids) // align + 1) * align
         if isinstance(record, Document):
-            ids = record.ids if record.ids is not None else tools.encoder.encode(record.text)
-            if tools.index is not None:
-                tools.index.hits(record.text)
-            size += len(record.text.encode("utf-8", "replace")) if record.ids is None else record.ids.nbytes
-            tokens += (len(ids) // config.prepare.align + 1) * config.prepare.align
+            size += len(record.text) if record.ids is None else record.ids.nbytes
+            stored += record.size
         if size >= PROBED:
             whole = False
             break
-    rate = tokens / (time.perf_counter() - begun)
-    files = (
-        {} if source.kind in ("huggingface", "sums") else {f.path: f.path.stat().st_size for f in find(source, root)}
-    )
-    unpacked = sum(count * (UNPACKED if path.name.endswith(COMPRESSED) else 1) for path, count in files.items())
-    there = tokens if whole else round(tokens * unpacked / size) if files else -1
-    return Estimate(name, len(files), sum(files.values()), there, budgets(config)[name] or there, rate)
+    rate = tokens / max(time.perf_counter() - begun, 1e-9)
+    files = [] if source.kind in ("huggingface", "sums") else find(source, root)
+    on_disk = {file.path: file.path.stat().st_size for file in files}
+    there = tokens if whole else _scaled(tokens, stored, records, source, files)
+    return Estimate(name, len(files), sum(on_disk.values()), there, budgets(config)[name] or there, rate)
+
+
+def _scaled(tokens: int, stored: int, records: int, source: SourceConfig, files: Sequence[File]) -> int:
+    """Tokens of the whole source, given those of its first `records` with `stored` bytes; -1 if nobody knows."""
+    if source.kind == "parquet":
+        return round(tokens * sum(rows_of(file) for file in files) / records)
+    whole = sum(_unpacked_size(file) for file in files)
+    return round(tokens * whole / stored) if stored else -1
+
+
+def _unpacked_size(file: File) -> int:
+    if file.member:
+        return file.size
+    return file.path.stat().st_size * (UNPACKED if file.path.name.endswith(COMPRESSED) else 1)
 
 
 def plan_lines(config: Config, root: Path, workers: int) -> list[str]:
@@ -74,7 +89,7 @@ def plan_lines(config: Config, root: Path, workers: int) -> list[str]:
     for one in found:
         there = f"{one.tokens:,}" if one.tokens >= 0 else "unknown"
         epochs = f"{one.wanted / one.tokens:.2f}" if one.tokens > 0 else "?"
-        took = max(one.wanted, 0) / one.tokens_per_second / workers
+        took = max(one.wanted, 0) / max(one.tokens_per_second, 1) / workers
         seconds += took
         size = f"{one.size / 1e6:,.1f} MB"
         lines.append(

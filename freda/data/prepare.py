@@ -12,33 +12,27 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
+import json
 import math
-import multiprocessing
 import os
 import shutil
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from freda.config import Config, CorpusConfig, PrepareConfig, SourceConfig
-from freda.data.documents import Document, is_unicode, read
-from freda.data.shards import ID, MANIFEST, SPLITS, Documents, Manifest, SplitInfo
-from freda.data.tasks import WORK, Outcome, Task, Worker, description
+from freda.data.documents import Document, is_unicode, newest_commit, read
+from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo, part_name
+from freda.data.tasks import PATIENCE, WORK, Outcome, Task, Worker, description, stamps
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
+from freda.data.workers import Runner, progress, runner
 from freda.errors import FredaError
 
+LOCK = "lock"
 TOKENIZER_TEXT = (10_000, 30_000_000)  # documents and characters to learn a tokenizer from; more would only take longer
-Runner = Callable[[Sequence[Task]], Sequence[Outcome]]
 Note = Callable[[str], None]
 
 
@@ -53,17 +47,19 @@ def prepare(config: Config, out: Path, *, root: Path = Path(), workers: int = 1,
     With `note`, it says what it does, and on a terminal how far it is.
     """
     config = with_sources(config)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if (out / MANIFEST).exists():
         return _finished(config, root, out)
     _check_leftovers(out)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with _locked(out) if rank == 0 else contextlib.nullcontext():
         if rank == 0:
+            config = with_revisions(config, out)
             _provide_tokenizer(config, root, out)
-        with _runner(config, root, out, workers, world) as (worker, run):
+        with runner(config, root, out, workers, world) as (worker, run):
+            config = worker.config
             if rank == 0 and note is not None and any(source.kind != "sums" for source in config.source.values()):
                 note(_encoder_note(worker))
-            with _progress(out, config.prepare.tokens) if rank == 0 and note else contextlib.nullcontext():
+            with progress(out, config.prepare.tokens) if rank == 0 and note else contextlib.nullcontext():
                 outcomes = _all_waves(config, run)
             if rank == 0:
                 return _finish(config, root, out, worker, outcomes)
@@ -77,6 +73,31 @@ def with_sources(config: Config) -> Config:
     corpus = config.corpus
     settings = PrepareConfig(vocab_size=corpus.vocab_size, align=corpus.align, parts=1, seed=corpus.seed)
     return replace(config, prepare=settings, source={"sums": SourceConfig(kind="sums")})
+
+
+def with_revisions(config: Config, out: Path, known: Mapping[str, Any] | None = None) -> Config:
+    """The config with the commit of every dataset of the Hub that names none, so that a run that is gone on with, or
+    repeated, reads the same documents: from `known` (a manifest), from the run's own notes, or the newest."""
+    mark = out / WORK / "revisions.json"
+    notes: dict[str, str] = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
+
+    def pinned(section: str, tables: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, table in tables.items():
+            key = f"{section}.{name}"
+            if table.kind == "huggingface" and not table.revision and not Path(table.path).exists():
+                commit = (
+                    known[key]["revision"] if known and key in known else notes.get(key) or newest_commit(table.path)
+                )
+                notes[key] = commit
+                table = replace(table, revision=commit)
+            found[name] = table
+        return found
+
+    config = replace(config, source=pinned("source", config.source), benchmark=pinned("benchmark", config.benchmark))
+    if notes and known is None:
+        mark.write_text(json.dumps(notes), encoding="utf-8")
+    return config
 
 
 def _encoder_note(worker: Worker) -> str:
@@ -132,6 +153,8 @@ def _all_waves(config: Config, run: Runner) -> dict[str, list[dict[Task, Outcome
         outcomes = dict(zip(tasks, run(tasks), strict=True))
         for name, found in itertools.groupby(outcomes.items(), key=lambda item: item[0].source):
             done[name].append(dict(found))
+            if len(done[name]) == 1:
+                _check_useful(name, done[name][0].values())
     messages = [message for message in dry.values() if message]
     if messages:
         raise FredaError(
@@ -141,117 +164,15 @@ def _all_waves(config: Config, run: Runner) -> dict[str, list[dict[Task, Outcome
     return done
 
 
-# -- running ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _runner(config: Config, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
-    """How tasks are run: in this process, in several, or shared among the processes that torchrun has started."""
-    if world > 1:
-        with _torchrun(config, root, out) as pair:
-            yield pair
-        return
-    worker = Worker(config, root, out)
-    if workers == 1:
-        yield worker, lambda tasks: [worker.run(task) for task in tasks]
-    else:
-        with _pool(worker, workers) as run:
-            yield worker, run
-
-
-_worker: Worker | None = None  # of a process of the pool
-
-
-def _start_process(worker: Worker) -> None:
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
-    _worker = worker
-
-
-def _run_in_process(task: Task) -> Outcome:
-    assert _worker is not None
-    return _worker.run(task)
-
-
-@contextlib.contextmanager
-def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
-    """Processes that are started afresh: a fork would copy the locks of whatever threads there are."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (worker,))
-
-    def run(tasks: Sequence[Task]) -> list[Outcome]:
-        futures = {pool.submit(_run_in_process, task): task for task in tasks}
-        found = {futures[future]: future.result() for future in as_completed(futures)}
-        return [found[task] for task in tasks]
-
-    try:
-        yield run
-        pool.shutdown()
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            process.terminate()  # its unfinished shards keep their .part name
-        raise
-
-
-@contextlib.contextmanager
-def _torchrun(config: Config, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
-    """Every process takes every world-th task of a wave, on one machine or many with a shared folder; then all tell
-    all what came out. Starting, restarting and stopping them is torchrun's."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        dist.barrier()  # rank 0 has provided the tokenizer
-        worker, rank, world = Worker(config, root, out), dist.get_rank(), dist.get_world_size()
-
-        def run(tasks: Sequence[Task]) -> list[Outcome]:
-            own = {task: worker.run(task) for task in tasks[rank::world]}
-            gathered: list[dict[Task, Outcome]] = [{} for _ in range(world)]
-            dist.all_gather_object(gathered, own)
-            found = {task: outcome for part in gathered for task, outcome in part.items()}
-            return [found[task] for task in tasks]
-
-        yield worker, run
-        dist.barrier()  # nobody leaves before the manifest is written
-    finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _progress(out: Path, total: int) -> Iterator[None]:
-    """A bar on stderr. How far the shards are is read off their files, so that no task has to report."""
-    columns = (
-        TextColumn("{task.completed:,.0f} tokens"),
-        BarColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-    )
-    stop = threading.Event()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        line = bar.add_task("", total=total or None, speed="")
-        begun, before = time.perf_counter(), _tokens_on_disk(out)
-
-        def watch() -> None:
-            while not stop.wait(0.5):
-                tokens = _tokens_on_disk(out)
-                rate = (tokens - before) / (time.perf_counter() - begun)
-                bar.update(line, completed=tokens, speed=f"{rate / 1e6:.2f} M/s")
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-
-
-def _tokens_on_disk(out: Path) -> int:
-    sizes = 0
-    for path in out.glob("train-*.bin*"):
-        with contextlib.suppress(OSError):  # renamed between the two looks
-            sizes += path.stat().st_size
-    return sizes // ID.itemsize
+def _check_useful(source: str, outcomes: Collection[Outcome]) -> None:
+    """A source of which nothing can be used has wrong settings."""
+    examples = [example for outcome in outcomes for example in outcome.examples]
+    if examples and not any(outcome.shards for outcome in outcomes):
+        first, count = examples[0], sum(sum(outcome.dropped.values()) for outcome in outcomes)
+        raise FredaError(
+            f"source.{source}: none of its {count} records can be used, first {first['where']}: {first['reason']} "
+            f"({first['detail']}); look at path, kind and field"
+        )
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------
@@ -260,16 +181,22 @@ def _tokens_on_disk(out: Path) -> int:
 def _finished(config: Config, root: Path, out: Path) -> Manifest:
     """The manifest of a folder that holds this very corpus, undamaged."""
     manifest = Manifest.read(out)
+    config = with_revisions(config, out, known=manifest.source)
     old, new = _flat(manifest.source), _flat(description(config, root))
     changes = [f"{key} {old.get(key)} (now {new.get(key)})" for key in {**old, **new} if old.get(key) != new.get(key)]
     if config.prepare.tokenizer:
-        fingerprint = named_tokenizer(config, root).fingerprint
-        if fingerprint != manifest.tokenizer:
-            changes.append(f"tokenizer {manifest.tokenizer[:8]} (now {fingerprint[:8]})")
+        tokenizer = named_tokenizer(config, root)
+        if tokenizer.fingerprint != manifest.tokenizer:
+            changes.append(f"tokenizer {manifest.tokenizer[:8]} (now {tokenizer.fingerprint[:8]})")
+        if tokenizer.eos_id != manifest.eos_id:
+            changes.append(f"eos_id {manifest.eos_id} (now {tokenizer.eos_id})")
     if changes:
         raise FredaError(f"{out} holds another corpus: {', '.join(changes)}; choose another folder or delete this one")
     for split in manifest.splits:
         Documents(out, split, manifest)
+    if (out / WORK).is_dir() and int(os.environ.get("RANK", "0")) == 0:  # killed while it cleaned up
+        with _locked(out):
+            _clean_up(out, manifest)
     return manifest
 
 
@@ -283,7 +210,7 @@ def _check_leftovers(out: Path) -> None:
     if not existing.is_dir():
         raise FredaError(f"{existing} is a file; name a folder")
     names = {path.name for path in out.iterdir()} if existing == out else set()
-    if names and WORK not in names:
+    if names and not (out / WORK / LOCK).is_file():
         raise FredaError(f"{out} is in use ({min(names)} is there); choose another folder")
 
 
@@ -291,7 +218,7 @@ def _check_leftovers(out: Path) -> None:
 def _locked(out: Path) -> Iterator[None]:
     """Two processes must not write one folder. The lock goes with the process, however it ends."""
     (out / WORK).mkdir(parents=True, exist_ok=True)
-    with open(out / WORK / "lock", "w") as file:
+    with open(out / WORK / LOCK, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -302,12 +229,16 @@ def _locked(out: Path) -> Iterator[None]:
 def _provide_tokenizer(config: Config, root: Path, out: Path) -> None:
     """Put the tokenizer where all processes of the run find it: the one named, or one learned from the documents."""
     if config.prepare.tokenizer:
-        tokenizer = named_tokenizer(config, root)
-    elif (out / WORK / "tokenizer_config.json").is_file():  # the last file that save writes
+        named_tokenizer(config, root).save(out / WORK)
         return
-    else:
-        tokenizer = train_tokenizer(_tokenizer_texts(config, root), config.prepare.vocab_size)
-    tokenizer.save(out / WORK)
+    found = [stamps(source, root) for source in config.source.values()]
+    text = json.dumps([description(config, root), found], sort_keys=True)
+    key, mark = hashlib.sha256(text.encode()).hexdigest(), out / WORK / "tokenizer.key"
+    if mark.is_file() and mark.read_text(encoding="utf-8") == key:
+        return
+    mark.unlink(missing_ok=True)
+    train_tokenizer(_tokenizer_texts(config, root), config.prepare.vocab_size).save(out / WORK)
+    mark.write_text(key, encoding="utf-8")
 
 
 def named_tokenizer(config: Config, root: Path) -> Tokenizer:
@@ -318,7 +249,9 @@ def named_tokenizer(config: Config, root: Path) -> Tokenizer:
 def _tokenizer_texts(config: Config, root: Path) -> Iterator[str]:
     """Documents of all sources in turn."""
     seed = config.prepare.seed
-    streams = [read(source, root, config.corpus, seed=seed) for source in config.source.values()]
+    streams = [
+        itertools.islice(read(source, root, config.corpus, seed=seed), PATIENCE) for source in config.source.values()
+    ]
     texts = (
         record.text
         for records in itertools.zip_longest(*streams)
@@ -345,7 +278,6 @@ def _finish(
     if not splits["train"].documents:
         raise FredaError("no document is left to train on; look at the sources with freda prepare --plan")
     tokenizer = worker.tools.tokenizer
-    tokenizer.save(out)
     manifest = Manifest(
         source=description(config, root),
         align=config.prepare.align,
@@ -357,13 +289,23 @@ def _finish(
         examples=_examples(outcomes),
         contamination=_contamination(worker, outcomes),
     )
+    for split in splits:
+        Documents(out, split, manifest)  # nobody has changed them since
+    tokenizer.save(out)
     manifest.write(out)
-    kept = {f"{shard.name}{suffix}" for info in splits.values() for shard in info.shards for suffix in (".bin", ".idx")}
-    for path in (path for split in SPLITS for path in out.glob(f"{split}-*")):
-        if path.name not in kept:  # of an earlier run with other settings
-            path.unlink()
-    shutil.rmtree(out / WORK)
+    _clean_up(out, manifest)
     return manifest
+
+
+def _clean_up(out: Path, manifest: Manifest) -> None:
+    """Remove what the run needed, and what was begun with other settings: by our own records, and nothing else."""
+    kept = {shard.name for info in manifest.splits.values() for shard in info.shards}
+    for begun in (out / WORK).glob("*.begun"):
+        names = {f"{split}-{begun.stem}" for split in SPLITS} - kept
+        for name, suffix in itertools.product(names, (".bin", ".idx")):
+            (out / f"{name}{suffix}").unlink(missing_ok=True)
+            (out / part_name(f"{name}{suffix}")).unlink(missing_ok=True)
+    shutil.rmtree(out / WORK)
 
 
 def _dropped(outcomes: Sequence[tuple[Task, Outcome]]) -> dict[str, dict[str, int]]:

@@ -57,6 +57,12 @@ class ShardInfo:
     sha256: str  # of the .bin file
     sha256_idx: str
 
+    def is_there(self, folder: Path) -> bool:
+        """Are both files there, in their sizes?"""
+        sizes = {".bin": self.tokens * ID.itemsize, ".idx": self.documents * OFFSET.itemsize}
+        paths = {folder / f"{self.name}{suffix}": size for suffix, size in sizes.items()}
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
 
 @dataclass(frozen=True)
 class SplitInfo:

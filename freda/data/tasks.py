@@ -25,14 +25,16 @@ from numpy.typing import NDArray
 from freda.config import Config, DocumentsConfig, SourceConfig
 from freda.data import synthetic
 from freda.data.decontaminate import Index
-from freda.data.documents import Broken, Document, find, is_unicode, read
+from freda.data.documents import Broken, Document, is_unicode, read
 from freda.data.encode import Encoder, make_encoder
+from freda.data.files import find
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer
 from freda.errors import FredaError
 
-WORK = "work"  # folder of records and the tokenizer until the manifest is written
+WORK = ".freda-prepare"  # folder of records and the tokenizer until the manifest is written; nobody else has one
 EXAMPLES = 3  # kept of every reason for which documents are dropped, per task
+PATIENCE = 10_000  # records looked at to find a few texts: with a wrong field there is none in a terabyte
 JUDGED_FROM = 20  # records; fewer say nothing about the share of broken ones
 SAMPLE = (32, 200_000)  # documents and characters of each source on which the encoder is checked
 
@@ -112,23 +114,30 @@ def _files(config: DocumentsConfig, root: Path) -> dict[str, int]:
     return {"found": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
 
 
-def task_keys(config: Config, root: Path, fingerprint: str) -> Mapping[str, str]:
+def task_keys(config: Config, root: Path, tokenizer: Tokenizer) -> Mapping[str, str]:
     """For every source, the hash of all that its tasks depend on but their place in the work."""
     whole = description(config, root)
+    vocabulary = [tokenizer.fingerprint, tokenizer.eos_id]
+    kept_out = {name: stamps(benchmark, root) for name, benchmark in config.benchmark.items()}
     settings = {key: value for key, value in whole["prepare"].items() if key not in ("tokens", "broken_share")}
     shared = {name: value for name, value in whole.items() if not name.startswith(("source.", "prepare"))}
     keys = {}
     for name, source in config.source.items():
         own = {key: value for key, value in whole[f"source.{name}"].items() if key not in ("share", "epochs")}
-        times = [] if source.kind in ("huggingface", "sums") else [_stamp(f.path) for f in find(source, root)]
-        parts = [FORMAT_VERSION, fingerprint, settings, shared, name, own, times]
+        parts = [FORMAT_VERSION, vocabulary, settings, shared, kept_out, name, own, stamps(source, root)]
         keys[name] = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return keys
 
 
-def _stamp(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
+def stamps(config: DocumentsConfig, root: Path) -> list[tuple[int, int]]:
+    """Size and time of every file of a source on this machine; of a dataset of the Hub its revision tells."""
+    if config.kind == "sums":
+        return []
+    if config.kind == "huggingface":
+        paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())
+    else:
+        paths = [file.path for file in find(config, root)]
+    return [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
 # -- doing it --------------------------------------------------------------------------------------------------------
@@ -169,7 +178,7 @@ class Worker:
     def __init__(self, config: Config, root: Path, out: Path) -> None:
         self.config, self.root, self.out = config, root, out
         self.tools = Tools(config, root, Tokenizer.load(out / WORK))
-        self.keys = task_keys(config, root, self.tools.tokenizer.fingerprint)
+        self.keys = task_keys(config, root, self.tools.tokenizer)
 
     def key(self, task: Task) -> str:
         """Names what the task will write."""
@@ -178,7 +187,9 @@ class Worker:
     def done(self, task: Task) -> Outcome | None:
         """The outcome of the task, if it was done before with these very settings."""
         found = Outcome.read_from(self._record(task))
-        return found if found is not None and found.key == self.key(task) else None
+        if found is None or found.key != self.key(task):
+            return None
+        return found if all(shard.is_there(self.out) for shard in found.shards.values()) else None
 
     def run(self, task: Task) -> Outcome:
         """Do the task, unless it is done."""
@@ -186,6 +197,8 @@ class Worker:
         if found is not None:
             return found
         try:
+            self._record(task).unlink(missing_ok=True)  # it speaks of shards that are about to change
+            self._record(task).with_suffix(".begun").touch()
             outcome = self._write(task)
             outcome.write(self._record(task))
         except OSError as error:
@@ -200,7 +213,7 @@ class Worker:
 
     def _write(self, task: Task) -> Outcome:
         """Read and write until the task has its tokens, or the part ends."""
-        source, tally = self.config.source[task.source], _Tally(self, task)
+        source, tally = self.config.source[task.source], Tally(self.tools, self.config, task.source, task.part)
         settings = self.config.prepare
         place = {"part": task.part, "parts": settings.parts, "seed": settings.seed}
         records = read(source, self.root, self.config.corpus, **place)
@@ -219,20 +232,20 @@ class Worker:
                 if task.want and writers["train"].tokens >= task.want:
                     exhausted = False
                     break
-        tally.check_broken(final=True)
+            tally.check_broken()  # before the files get their names
         shards = {split: writer.info(task.source) for split, writer in writers.items() if writer.documents}
         for split, suffix in itertools.product(writers.keys() - shards.keys(), (".bin", ".idx")):
             (self.out / f"{split}-{task.name}{suffix}").unlink()
         return Outcome(self.key(task), number, exhausted, shards, **tally.results())
 
 
-class _Tally:
-    """Decides about the records of a task and counts what it drops."""
+class Tally:
+    """Decides about the records of a part of a source and counts what it drops."""
 
-    def __init__(self, worker: Worker, task: Task) -> None:
-        self._tools, self._task = worker.tools, task
-        self._settings = worker.config.prepare
-        self._seen = self._documents = self._broken = 0
+    def __init__(self, tools: Tools, config: Config, source: str, part: int) -> None:
+        self._tools, self._source, self._part = tools, source, part
+        self._settings = config.prepare
+        self._seen = self._broken = 0
         self._dropped: Counter[str] = Counter()
         self._examples: list[dict[str, str]] = []
         self._hits: dict[str, dict[str, Any]] = {}
@@ -246,12 +259,11 @@ class _Tally:
             if self._seen % 1000 == 0:
                 self.check_broken()
             return "", None
-        self._documents += 1
         return record.split or self._split(number), self._ids(record)
 
     def _split(self, number: int) -> str:
         """Held out or not: a matter of the record's place, so that every epoch and every run agrees."""
-        place = f"{self._settings.seed}/{self._task.source}/{self._settings.parts}/{self._task.part}/{number}"
+        place = f"{self._settings.seed}/{self._source}/{self._settings.parts}/{self._part}/{number}"
         draw = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") / 2**64
         return "validation" if draw < self._settings.validation_share else "train"
 
@@ -300,16 +312,15 @@ class _Tally:
     def _drop(self, where: str, reason: str, detail: str = "") -> None:
         self._dropped[reason] += 1
         if self._dropped[reason] <= EXAMPLES:
-            example = {"source": self._task.source, "where": where, "reason": reason, "detail": detail[:200]}
+            example = {"source": self._source, "where": where, "reason": reason, "detail": detail[:200]}
             self._examples.append(example)
 
-    def check_broken(self, *, final: bool = False) -> None:
-        """Too many unreadable records mean wrong settings, and none readable too: better said than counted."""
-        limit, nothing = self._settings.broken_share * self._seen, final and self._broken and not self._documents
-        if nothing or (self._seen >= JUDGED_FROM and self._broken > limit):
-            first = self._examples[0]
+    def check_broken(self) -> None:
+        """Too many unreadable records mean wrong settings: better said than counted."""
+        if self._seen >= JUDGED_FROM and self._broken > self._settings.broken_share * self._seen:
+            first = next(e for e in self._examples if not e["reason"].startswith(("contaminated", "empty", "too long")))
             raise FredaError(
-                f"source.{self._task.source}: {self._broken} of {self._seen} records cannot be read, first "
+                f"source.{self._source}: {self._broken} of {self._seen} records cannot be read, first "
                 f"{first['where']}: {first['reason']} ({first['detail']}); mend it, or raise prepare.broken_share"
             )
 
@@ -323,7 +334,7 @@ def sample(source: SourceConfig, root: Path, config: Config) -> list[str]:
     """The first texts of a source."""
     texts: list[str] = []
     most, characters = SAMPLE
-    for record in read(source, root, config.corpus, seed=config.prepare.seed):
+    for record in itertools.islice(read(source, root, config.corpus, seed=config.prepare.seed), PATIENCE):
         if isinstance(record, Document) and is_unicode(record.text) and BLANK_TEXT not in record.text:
             texts.append(record.text[:characters])
         if len(texts) == most or sum(map(len, texts)) >= characters:

@@ -1,0 +1,190 @@
+"""Files of a source: found in folders and archives, opened whatever they are packed with.
+
+A file that ends early or is damaged is refused by name; a folder that cannot be read, too.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import fnmatch
+import functools
+import gzip
+import io
+import lzma
+import os
+import re
+import sysconfig
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from freda.config import DocumentsConfig
+from freda.errors import FredaError
+
+SUFFIXES = {  # what a folder or archive is searched for, before .gz and the like
+    "jsonl": (".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+    "table": (".csv", ".tsv"),
+    "text": (".txt", ".md", ".rst"),
+    "code": (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".jl", ".sh"),
+    "datatrove": (".ds",),
+}
+COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
+ARCHIVE = re.compile(r"\.(tar(\.(gz|xz|bz2))?|tgz|txz|tbz2?)$")
+CUT_SHORT = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, tarfile.TarError)
+
+
+class File(NamedTuple):
+    """A file, or a member of an archive."""
+
+    path: Path
+    member: str = ""
+    number: int = -1  # of the member: two may have one name
+    size: int = -1  # of the member, unpacked
+
+    @property
+    def name(self) -> str:
+        """The name that tells the format: the member's, or its own."""
+        return self.member or self.path.name
+
+    def __str__(self) -> str:
+        return f"{self.path}!{self.member}" if self.member else str(self.path)
+
+
+def find(config: DocumentsConfig, root: Path) -> list[File]:
+    """The files of a source, in a fixed order; none is an error."""
+    base = Path(sysconfig.get_paths()["stdlib"]) if (config.kind, config.path) == ("code", "stdlib") else None
+    base = base or root / Path(config.path).expanduser()
+    if not base.exists():
+        raise FredaError(f"there is no {base}; relative paths start from the folder given with --data")
+    if base.is_file():
+        files = _members(base, config) if ARCHIVE.search(base.name) else [File(base)]
+    else:
+        wanted = (path for path in _walk(base) if _wanted(path.relative_to(base).as_posix(), config))
+        files = [File(path) for path in sorted(wanted, key=lambda p: p.relative_to(base).parts)]
+    if not files:
+        kinds = config.files or " ".join(f"*{suffix}" for suffix in SUFFIXES[config.kind])
+        raise FredaError(f"{base} holds no file of kind {config.kind} ({kinds}); set files to a pattern")
+    return files
+
+
+def _walk(base: Path) -> Iterator[Path]:
+    """All files of a folder; hidden ones, caches and installed packages are not meant, and not looked into."""
+
+    def refuse(error: OSError) -> None:
+        raise FredaError(f"cannot look into {error.filename}: {error.strerror}; let it be read, or move it away")
+
+    seen = set[str]()
+    for folder, names, files in os.walk(base, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        names[:] = [] if real in seen else [name for name in names if not _hidden(name)]  # a link may lead back
+        yield from (Path(folder, name) for name in files if real not in seen and not _hidden(name))
+        seen.add(real)
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name in ("__pycache__", "site-packages")
+
+
+def _wanted(name: str, config: DocumentsConfig) -> bool:
+    """By the pattern of the config, or by the suffix of the kind."""
+    if config.files:
+        return fnmatch.fnmatch(name, config.files)
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return name.endswith(SUFFIXES[config.kind])
+
+
+def _members(archive: Path, config: DocumentsConfig) -> list[File]:
+    if config.kind in ("parquet", "datatrove"):
+        raise FredaError(f"{archive}: {config.kind} files cannot be read inside an archive; unpack it")
+    with told_if_cut_short(archive):
+        members = [(number, member) for number, member in enumerate(_archive(archive).getmembers())]
+    files = [File(archive, os.path.normpath(m.name), n, m.size) for n, m in members if m.isfile() or m.islnk()]
+    return [f for f in files if not any(map(_hidden, f.member.split("/"))) and _wanted(f.member, config)]
+
+
+@contextlib.contextmanager
+def told_if_cut_short(file: object) -> Iterator[None]:
+    """A file that ends early or is damaged cannot be counted record by record: it is refused."""
+    try:
+        yield
+    except (*CUT_SHORT, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # bz2 says it with a plain OSError
+            raise
+        raise FredaError(
+            f"{file} is cut short or damaged ({error}); get it again, or leave it out with files"
+        ) from None
+
+
+@contextlib.contextmanager
+def open_file(file: File) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked."""
+    archive = _archive(file.path) if file.member else None
+    opened = archive.extractfile(archive.getmembers()[file.number]) if archive else open(file.path, "rb")  # noqa: SIM115
+    assert opened is not None, "only plain members are listed"
+    with opened as stream, _unpacked(stream, file.name) as unpacked:
+        yield unpacked
+
+
+@functools.lru_cache(maxsize=16)
+def _archive(path: Path) -> tarfile.TarFile:
+    """An archive stays open while its members are read: each opening would unpack it from the start."""
+    return tarfile.open(path)
+
+
+def _unpacked(stream: IO[bytes], name: str) -> Any:
+    if name.endswith(".gz"):
+        return gzip.open(stream)
+    if name.endswith(".xz"):
+        return lzma.open(stream)
+    if name.endswith(".bz2"):
+        return bz2.open(stream)
+    if name.endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError:
+            raise FredaError(f"{name} needs the package zstandard; pip install 'freda[data]'") from None
+        return io.BufferedReader(_Chunks(_zstd_chunks(stream, zstandard)))
+    return contextlib.nullcontext(stream)
+
+
+def _zstd_chunks(stream: IO[bytes], zstandard: Any) -> Iterator[bytes]:
+    """The unpacked bytes of all frames. The package's own reader takes a file that was cut off for its end."""
+    frame = None
+    try:
+        while chunk := stream.read(1 << 20):
+            while chunk:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(chunk)
+                chunk = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise EOFError(str(error)) from None
+    if frame is not None:
+        raise EOFError("the last frame is not complete")
+
+
+class _Chunks(io.RawIOBase):
+    """A stream of what an iterator yields."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._left = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        """It is for reading."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, or as much of it as there is."""
+        while not self._left:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._left = memoryview(chunk)
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count

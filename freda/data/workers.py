@@ -1,0 +1,171 @@
+"""How the tasks of a wave are run: in this process, in several, or shared among processes that torchrun has started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from freda.config import Config
+from freda.data.shards import ID
+from freda.data.tasks import Outcome, Task, Worker
+from freda.errors import FredaError
+
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
+Runner = Callable[[Sequence[Task]], Sequence[Outcome]]
+
+
+@contextlib.contextmanager
+def runner(config: Config, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
+    """How tasks are run: in this process, in several, or shared among the processes that torchrun has started."""
+    if world > 1:
+        with _torchrun(config, root, out) as pair:
+            yield pair
+        return
+    worker = Worker(config, root, out)
+    if workers == 1:
+        yield worker, lambda tasks: [worker.run(task) for task in tasks]
+    else:
+        with _pool(worker, workers) as run:
+            yield worker, run
+
+
+_worker: Worker | None = None  # of a process of the pool
+
+
+def _start_process(worker: Worker, parent: int) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
+    with contextlib.suppress(OSError, AttributeError):  # Linux: a parent that is killed must not leave us writing
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed while we were starting
+        os._exit(1)
+    _worker = worker
+
+
+def _run_in_process(task: Task) -> Outcome:
+    assert _worker is not None
+    return _worker.run(task)
+
+
+@contextlib.contextmanager
+def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
+    """Processes that are started afresh: a fork would copy the locks of whatever threads there are."""
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (worker, os.getpid()))
+
+    def run(tasks: Sequence[Task]) -> list[Outcome]:
+        futures = {pool.submit(_run_in_process, task): task for task in tasks}
+        found = {futures[future]: future.result() for future in as_completed(futures)}
+        return [found[task] for task in tasks]
+
+    try:
+        with _sigterm_as_exit():
+            yield run
+        pool.shutdown()
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()  # its unfinished shards keep their .part name
+            process.join()
+        if isinstance(error, BrokenProcessPool):
+            raise FredaError(
+                "a worker process was killed, perhaps for want of memory; what is finished is kept: run freda prepare "
+                "again with fewer --workers"
+            ) from None
+        raise
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does, workers included."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _torchrun(config: Config, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
+    """Every process takes every world-th task of a wave, on one machine or many with a shared folder; then all tell
+    all what came out. Starting, restarting and stopping them is torchrun's."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        shared = [config]
+        dist.broadcast_object_list(shared)  # rank 0 has provided the tokenizer and found the revisions
+        worker = Worker(shared[0], root, out)
+
+        def run(tasks: Sequence[Task]) -> list[Outcome]:
+            own: dict[Task, Outcome] | FredaError
+            try:
+                own = {task: worker.run(task) for task in tasks[rank::world]}
+            except FredaError as error:  # told to all, or they would wait for us
+                own = error
+            gathered: list[dict[Task, Outcome] | FredaError] = [{} for _ in range(world)]
+            dist.all_gather_object(gathered, own)
+            found: dict[Task, Outcome] = {}
+            for part in gathered:
+                if isinstance(part, FredaError):
+                    raise part
+                found |= part
+            return [found[task] for task in tasks]
+
+        yield worker, run
+        dist.barrier()  # nobody leaves before the manifest is written
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def progress(out: Path, total: int) -> Iterator[None]:
+    """A bar on stderr. How far the shards are is read off their files, so that no task has to report."""
+    columns = (
+        TextColumn("{task.completed:,.0f} tokens"),
+        BarColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    stop = threading.Event()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        line = bar.add_task("", total=total or None, speed="")
+        begun, before = time.perf_counter(), _tokens_on_disk(out)
+
+        def watch() -> None:
+            while not stop.wait(0.5):
+                tokens = _tokens_on_disk(out)
+                rate = (tokens - before) / (time.perf_counter() - begun)
+                bar.update(line, completed=tokens, speed=f"{rate / 1e6:.2f} M/s")
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _tokens_on_disk(out: Path) -> int:
+    sizes = 0
+    for path in out.glob("train-*.bin*"):
+        with contextlib.suppress(OSError):  # renamed between the two looks
+            sizes += path.stat().st_size
+    return sizes // ID.itemsize
