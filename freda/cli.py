@@ -89,7 +89,11 @@ def prepare(
     if plan:
         print("\n".join(plan_lines(resolved, data, processes)))
         return
-    manifest = write_shards(resolved, out, root=data, workers=processes, note=_note)
+    try:
+        manifest = write_shards(resolved, out, root=data, workers=processes, note=_note)
+    except KeyboardInterrupt:
+        _note("interrupted; the same command goes on with it")
+        raise typer.Exit(130) from None
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(shard_lines(manifest)))
 

@@ -271,7 +271,7 @@ def test_wrong_places(tmp_path: Path) -> None:
     with pytest.raises(FredaError, match=r"holds no file of kind jsonl \(\*.jsonl \*.ndjson\); set files to a pattern"):
         read(DocumentsConfig(path="."), tmp_path, CORPUS)
     for template in ("{open", "{}", "{a!r}", "{a:>9}"):
-        with pytest.raises(FredaError, match="no template|plain {name}s only"):
+        with pytest.raises(FredaError, match=r"no template|plain {name}s only"):
             Field(template)
 
 

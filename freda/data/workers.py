@@ -47,7 +47,6 @@ _worker: Worker | None = None  # of a process of the pool
 
 def _start_process(worker: Worker, parent: int) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which stops us
     with contextlib.suppress(OSError, AttributeError):  # Linux: a parent that is killed must not leave us writing
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was killed while we were starting
@@ -66,7 +65,8 @@ def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (worker, os.getpid()))
 
     def run(tasks: Sequence[Task]) -> list[Outcome]:
-        futures = {pool.submit(_run_in_process, task): task for task in tasks}
+        with _sigint_blocked():
+            futures = {pool.submit(_run_in_process, task): task for task in tasks}
         found = {futures[future]: future.result() for future in as_completed(futures)}
         return [found[task] for task in tasks]
 
@@ -85,6 +85,16 @@ def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
                 "again with fewer --workers"
             ) from None
         raise
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Processes started meanwhile never see Ctrl-C, not even while they start: it is for the parent, who stops them."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 @contextlib.contextmanager
