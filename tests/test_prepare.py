@@ -535,7 +535,8 @@ def test_a_killed_worker_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Worker, "__reduce__", lambda self: (os._exit, (1,)), raising=False)
     with pytest.raises(FredaError, match="a worker process was killed, perhaps for want of memory"):
         prepare(mixture(), root / "out", root=root, workers=2)
-    assert not multiprocessing.active_children()
+    alive = [child.pid for child in multiprocessing.active_children() if "spawn_main" in command_of(str(child.pid))]
+    assert not alive  # a child that two threads have waited for may be listed, though it is gone
 
 
 def test_datasets_of_the_hub_are_pinned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
