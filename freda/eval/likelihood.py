@@ -1,0 +1,308 @@
+"""log p(continuation given context), in tokens (M15).
+
+Block methods are scored by the chain rule inside each block: the conditional of position i is what the first pass says
+there when the block shows the true tokens left of i and BLANK from i on, over the committed blocks before it. Blocks
+are absolute, so the last tokens of the context may stand in the first scored block as given tokens (M12). Every
+conditional is a distribution over the ids below BLANK, so the probabilities of all continuations of one length sum to
+one.
+
+This is the likelihood of the first-pass conditionals, not of what K passes of decoding produce: a later pass revises
+all positions of a block together, and the chance of a text under that loop has no such product. Block diffusion reveals
+tokens hard, which makes its first-pass conditionals the same ones. A Best-of-N model is scored as self-refinement: its
+scorer chooses among finished drafts and has no part in a conditional. The autoregressive method is scored by the
+next-token distributions of one causal forward.
+
+Every scored position needs a draft of its own. The drafts of a text are packed as candidates, numbered by the position
+in the block that they score, so that one forward over the committed text holds the drafts of all blocks of all rows.
+`fast` takes one draft per block, blank but for the given tokens, and reads all its positions: up to B times fewer draft
+tokens, and another quantity, for which the tokens of a block are independent (it sums to one as well).
+
+Shapes: R rows, S drafts per row, B tokens per block, W committed tokens per row, N scored positions, D width,
+V vocabulary, C choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from freda.errors import require
+from freda.methods import METHODS
+from freda.methods.draft import soft_embedding, start
+from freda.model.attention import make_mask
+from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.transformer import Forward, Transformer
+from freda.model.weights import LoadedModel
+
+Pair = tuple[Sequence[int], Sequence[int]]  # context, continuation
+Progress = Callable[[int], None]
+
+MOST_DRAFT = 512  # draft tokens of a row in one forward: a dense mask over drafts grows with the square of this
+MOST_LOGITS = 2**26  # logits in memory at once: 256 MiB of fp32, where a batch of a large vocabulary would be gigabytes
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model says of one continuation."""
+
+    log_prob: float  # sum of `tokens`, in nats
+    greedy: bool  # is every token of the continuation the most probable one of its conditional?
+    tokens: list[float]  # log-probability of each token
+
+
+@torch.no_grad()
+def log_likelihood(
+    loaded: LoadedModel,
+    pairs: Sequence[Pair],
+    *,
+    fast: bool = False,
+    batch_tokens: int = 16384,
+    progress: Progress | None = None,
+) -> list[Scored]:
+    """Score the continuation of every (context, continuation), in the order given.
+
+    Texts of like length share a forward; what a pair gets depends on nothing but itself, up to the rounding of sums.
+    An empty continuation has log-probability 0. An empty context is fine for a block model, whose first block is blank;
+    an autoregressive model never learned the first token of a text, so that is an error. `batch_tokens` bounds the
+    tokens of a forward (a text that is longer goes alone), `fast` is described above and changes nothing for the
+    autoregressive method, and `progress` is told how many pairs are done.
+    """
+    _check(loaded, pairs, batch_tokens)
+    found = [Scored(0.0, True, [])] * len(pairs)
+    done = sum(not continuation for _, continuation in pairs)
+    for rows, hidden in _batches(loaded, pairs, fast=fast, batch_tokens=batch_tokens):
+        flat = [token for index in rows for token in pairs[index][1]]
+        targets = torch.tensor(flat, device=hidden.device)[:, None]  # (N, 1)
+        log_p, best = _log_probs(loaded.model, hidden, targets)
+        values, hits = log_p[:, 0].tolist(), (best == targets[:, 0]).tolist()
+        begin = 0
+        for index in rows:
+            end = begin + len(pairs[index][1])
+            found[index] = Scored(math.fsum(values[begin:end]), all(hits[begin:end]), values[begin:end])
+            begin = end
+        done += len(rows)
+        if progress is not None:
+            progress(done)
+    return found
+
+
+@torch.no_grad()
+def choice_log_probs(
+    loaded: LoadedModel,
+    contexts: Sequence[Sequence[int]],
+    choices: Sequence[Sequence[int]],
+    *,
+    batch_tokens: int = 16384,
+    progress: Progress | None = None,
+) -> Tensor:
+    """log p of every one-token choice right after its context, (contexts, C) fp32 on the CPU.
+
+    `choices[i]` are the token ids to choose from after `contexts[i]`, answer letters for example; where all contexts
+    have the same, pass `[letters] * len(contexts)`. All choices of a context are read from one row of one forward. They
+    are equal to `log_likelihood` of each, because a one-token continuation has one conditional. A context with fewer
+    choices than the others is filled with -inf.
+    """
+    require(
+        len(contexts) == len(choices),
+        f"there are {len(contexts)} contexts and choices for {len(choices)}; give each context its own token ids",
+    )
+    for context, ids in zip(contexts, choices, strict=True):
+        _check(loaded, [(context, ids)], batch_tokens)
+    most = max((len(ids) for ids in choices), default=0)
+    table = torch.full((len(contexts), most), float("-inf"))
+    pairs = [
+        (context, list(ids[:1])) for context, ids in zip(contexts, choices, strict=True)
+    ]  # any token holds a place
+    done = sum(not ids for ids in choices)
+    for rows, hidden in _batches(loaded, pairs, fast=False, batch_tokens=batch_tokens):
+        padded = [[*choices[index], *[0] * (most - len(choices[index]))] for index in rows]
+        log_p, _ = _log_probs(loaded.model, hidden, torch.tensor(padded, device=hidden.device))
+        for index, values in zip(rows, log_p.cpu(), strict=True):
+            table[index, : len(choices[index])] = values[: len(choices[index])]
+        done += len(rows)
+        if progress is not None:
+            progress(done)
+    return table
+
+
+def _check(loaded: LoadedModel, pairs: Sequence[Pair], batch_tokens: int) -> None:
+    require(batch_tokens >= 1, f"batch_tokens is {batch_tokens}; use 1 or more")
+    top, drafts = loaded.model.blank_id, METHODS[loaded.method.name].DRAFTS
+    for context, continuation in pairs:
+        for tokens in (context, continuation):
+            odd = next((token for token in tokens if not 0 <= token < top), None)
+            require(odd is None, f"token id {odd} is BLANK or beyond the vocabulary; use ids 0 to {top - 1}")
+        require(
+            drafts or bool(context) or not continuation,
+            "a context is empty, and an autoregressive model predicts a token only from one before it; begin every "
+            "context with a token that is not scored: BOS if the tokenizer has it, else the first token of the text",
+        )
+
+
+def _log_probs(model: Transformer, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of `targets` (N, C) at hidden states (N, D), (N, C) fp32, and the most probable token of each, (N,)."""
+    step = max(1, MOST_LOGITS // model.blank_id)
+    log_p, best = [], []
+    for first in range(0, len(hidden), step):
+        logits = model.logits(hidden[first : first + step])  # (n, V) fp32
+        log_p.append(logits.gather(-1, targets[first : first + step]) - logits.logsumexp(-1, keepdim=True))
+        best.append(logits.argmax(-1))
+    return torch.cat(log_p), torch.cat(best)
+
+
+# -- batches: which texts go together, and the hidden states that predict ---------------------------------------------
+
+
+class _Size(NamedTuple):
+    """What one text asks of a forward."""
+
+    clean: int  # committed tokens
+    drafts: int  # drafts beside them
+
+
+def _batches(
+    loaded: LoadedModel, pairs: Sequence[Pair], *, fast: bool, batch_tokens: int
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of some pairs, and the hidden states (N, D) that predict their continuations, pair after pair in order.
+
+    Together the batches hold every pair that has a continuation. The longest come first: if memory does not suffice,
+    it is known at once.
+    """
+    block_size, drafting = loaded.method.block_size, METHODS[loaded.method.name].DRAFTS
+    lengths = {index: (len(context), len(scored)) for index, (context, scored) in enumerate(pairs) if scored}
+    sizes = {
+        index: _size(given, scored, block_size, fast) if drafting else _Size(given + scored - 1, 0)
+        for index, (given, scored) in lengths.items()
+    }
+    for rows in _grouped(loaded.model, sizes, block_size, batch_tokens):
+        texts = [[*pairs[index][0], *pairs[index][1]] for index in rows]
+        widest = _Size(*(max(column) for column in zip(*(sizes[index] for index in rows), strict=True)))
+        text = _text(loaded.model, texts, [lengths[index][0] for index in rows])
+        if drafting:
+            yield rows, _draft_states(loaded, text, widest, fast=fast, most=min(MOST_DRAFT, batch_tokens))
+        else:
+            yield rows, _causal_states(loaded.model, text, widest.clean)
+
+
+def _size(given: int, scored: int, block_size: int, fast: bool) -> _Size:
+    """A block model commits the whole blocks before the last scored one, and drafts every position or every block."""
+    last = (given + scored - 1) // block_size
+    return _Size(last * block_size, last - given // block_size + 1 if fast else scored)
+
+
+def _grouped(model: Transformer, sizes: dict[int, _Size], block_size: int, batch_tokens: int) -> Iterator[list[int]]:
+    """Texts of like size, as many as fit: rows times the widest committed and the widest draft part."""
+    rows: list[int] = []
+    clean = draft = 0
+    for index in sorted(sizes, key=lambda index: sizes[index], reverse=True):
+        own_clean = _width(model, sizes[index].clean)
+        own_draft = min(MOST_DRAFT, _width(model, sizes[index].drafts * block_size))
+        clean, draft = max(clean, own_clean), max(draft, own_draft)
+        if rows and (len(rows) + 1) * (clean + draft) > batch_tokens:
+            yield rows
+            rows, clean, draft = [], own_clean, own_draft
+        rows.append(index)
+    if rows:
+        yield rows
+
+
+def _width(model: Transformer, tokens: int) -> int:
+    """To how many tokens a row is padded. The flex kernel is compiled for every shape, so it is shown few: powers of
+    two."""
+    if model.backend == "sdpa" or tokens == 0:
+        return tokens
+    return max(128, 1 << (tokens - 1).bit_length())
+
+
+class _Text(NamedTuple):
+    """The texts of a batch."""
+
+    tokens: Tensor  # (R, T) int64, 0 behind the end
+    given: Tensor  # (R, 1) int64: length of the context
+    length: Tensor  # (R, 1) int64: length of context and continuation
+
+
+def _text(model: Transformer, texts: list[list[int]], given: list[int]) -> _Text:
+    width = max(len(text) for text in texts)
+    device = model.embed_tokens.weight.device
+    tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
+    lengths = torch.tensor([given, [len(text) for text in texts]], device=device)[:, :, None]
+    return _Text(tokens, lengths[0], lengths[1])
+
+
+def _at(text: _Text, position: Tensor) -> Tensor:
+    """The tokens at `position` (R, ...); any token where the text has ended."""
+    index = position.clamp_max(text.tokens.shape[1] - 1).flatten(1)
+    return text.tokens.gather(1, index).view(position.shape)
+
+
+def _causal_states(model: Transformer, text: _Text, width: int) -> Tensor:
+    """One causal forward: the states (N, D) of the tokens before the scored ones. The last token predicts nothing."""
+    position = torch.arange(_width(model, width), device=text.tokens.device).expand(len(text.tokens), -1)
+    before = position < text.length - 1
+    tokens = clean_tokens(torch.where(before, 0, -1), position, block_size=1)
+    x = model.embed_tokens(_at(text, position))
+    out: Forward = model(x, position, make_mask(tokens, tokens, model.backend))
+    return out.hidden[before & (position >= text.given - 1)]
+
+
+def _draft_states(loaded: LoadedModel, text: _Text, widest: _Size, *, fast: bool, most: int) -> Tensor:
+    """The committed text once as a cache, then the drafts over it, at most `most` tokens of a row at a time: (N, D)."""
+    model, size = loaded.model, loaded.method.block_size
+    place = torch.arange(_width(model, widest.clean), device=text.tokens.device).expand(len(text.tokens), -1)  # (R, W)
+    whole = (text.length - 1) // size * size  # blocks before the last scored one
+    committed = clean_tokens(torch.where(place < whole, 0, -1), place, size)
+    past = None
+    if widest.clean:
+        mask = make_mask(committed, committed, model.backend)
+        past = model(model.embed_tokens(_at(text, place)), place, mask).new
+    count, step = -(-_width(model, widest.drafts * size) // size), max(1, most // size)
+    states, owners = [], []
+    for first in range(0, count, step):
+        drafts = _drafts(text, range(first, min(first + step, count)), size, fast)
+        position = drafts.position.flatten(1)  # (R, S·B)
+        real = drafts.scored.any(-1, keepdim=True).expand_as(drafts.scored).flatten(1)
+        candidate = drafts.candidate.expand_as(drafts.scored).flatten(1)
+        tokens = draft_tokens(torch.where(real, 0, -1), position, size, candidate)
+        mask = make_mask(tokens, concat(committed, tokens), model.backend)
+        out: Forward = model(_embedding(loaded, text, drafts), position, mask, past)
+        scored = drafts.scored.flatten(1)
+        states.append(out.hidden[scored])
+        owners.append(scored.nonzero()[:, 0])
+    return torch.cat(states)[torch.cat(owners).argsort(stable=True)]  # within a row the drafts come in order
+
+
+class _Drafts(NamedTuple):
+    """Some drafts of every row. A draft without a scored position is padding."""
+
+    position: Tensor  # (R, S, B) int64
+    shown: Tensor  # (R, S, B) bool: given or earlier tokens; the others are BLANK
+    scored: Tensor  # (R, S, B) bool: where the draft is read
+    candidate: Tensor  # (R, S, 1) int64: the drafts of a block do not see each other
+
+
+def _drafts(text: _Text, numbers: range, size: int, fast: bool) -> _Drafts:
+    """Draft number d scores token d of the continuation or, with `fast`, all of its block d."""
+    number = torch.arange(numbers.start, numbers.stop, device=text.tokens.device)
+    begin = text.given + number  # (R, S): what stands before it is shown
+    block = begin // size
+    if fast:
+        block, begin = text.given // size + number, text.given.expand(-1, len(number))
+    inside = torch.arange(size, device=number.device)
+    position, begin = block[..., None] * size + inside, begin[..., None]
+    read = position >= begin if fast else position == begin
+    return _Drafts(position, position < begin, read & (position < text.length[..., None]), begin % size)
+
+
+def _embedding(loaded: LoadedModel, text: _Text, drafts: _Drafts) -> Tensor:
+    """What the first pass sees, by the method's own rule: shown tokens with α = 1 and BLANK with 0, (R, S·B, D)."""
+    model, config = loaded.model, loaded.method
+    shape = (-1, config.block_size)
+    draft = start(_at(text, drafts.position).view(shape), drafts.shown.view(shape), model.blank_id)
+    ids, alpha = (part.view(len(text.tokens), -1) for part in METHODS[config.name].rows(draft, config))
+    return soft_embedding(model, ids, alpha, rescale=config.rescale)
