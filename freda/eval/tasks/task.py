@@ -1,0 +1,85 @@
+"""What a benchmark is: a module with these names, passed around as a value.
+
+A task reads its rows, makes the prompts and grades the answers; it knows no model. `reference` gives a text that must
+be graded as right, and a constant wrong one must not: the harness checks itself with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from freda.data.files import File, open_file, told_if_cut_short
+from freda.errors import FredaError
+
+
+class Example(NamedTuple):
+    """One question."""
+
+    id: str
+    prompt: str
+    gold: str
+    row: Mapping[str, Any]  # as published
+
+
+class Graded(NamedTuple):
+    """A verdict, and why."""
+
+    correct: bool
+    reason: str
+    answer: str  # what was taken for the answer; empty if nothing was
+
+
+class Task(Protocol):
+    """The names of a task's module."""
+
+    NAME: str
+    ROWS: int  # of the published file; fewer or more are an error
+    SHOTS: int
+    STOPS: tuple[str, ...]  # texts that end an answer
+    MAX_NEW_TOKENS: int
+    CHOICES: tuple[str, ...]  # answers to choose from by likelihood; empty: the answer is generated
+
+    def load(self, folder: Path) -> list[Example]:
+        """The examples in the order of the file, with their prompts."""
+
+    def grade(self, example: Example, text: str) -> Graded:
+        """Is `text` a right answer?"""
+
+    def reference(self, example: Example) -> str:
+        """A right answer."""
+
+
+def json_rows(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file, packed or not; each must have `fields`."""
+    if not path.is_file():
+        raise FredaError(f"there is no {path}; name the folder of the benchmarks with --data")
+    rows = []
+    with told_if_cut_short(path), open_file(File(path)) as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise FredaError(f"{path}:{number} is not JSON ({error}); get the file again") from None
+            missing = next((field for field in fields if field not in row), None)
+            if missing is not None:
+                raise FredaError(f"{path}:{number} has no field {missing}; it has {', '.join(row)}")
+            rows.append(row)
+    return rows
+
+
+def check_rows(path: Path, rows: Sequence[object], expected: int) -> None:
+    """A benchmark with rows missing gives another number under the same name."""
+    if len(rows) != expected:
+        raise FredaError(f"{path} has {len(rows)} rows, the benchmark {expected}; get the whole file")
+
+
+def checksum(examples: Sequence[Example]) -> str:
+    """SHA-256 of all prompts and answers, in order: equal checksums ask the same."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps([example.id, example.prompt, example.gold]).encode())
+    return digest.hexdigest()
