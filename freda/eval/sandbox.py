@@ -1,0 +1,286 @@
+"""Runs a program that a model wrote, then its tests, and says whether it passed. Linux only.
+
+Every program gets a fresh interpreter (`python -I`) with an empty environment, a temporary folder, empty standard
+input, its own session, limits on memory, time, file size, open files and processes, and no network. Where the kernel
+allows namespaces, it sees no process but its own, and all of them end with it. Started by root, it runs under a user id
+that nobody else has. A pass is a secret that comes back: `freda/eval/inside.py` says how it is kept from the program.
+
+What remains possible. On the machine:
+
+- Started by an ordinary user, the program may read and change what that user may. Started by root, it may read what
+  everyone may, and leave files where everyone may write (/tmp). Run what you distrust as root in a container.
+- Memory is limited by process, not in sum (`processes` times `memory_mb`); the number of files only by time.
+- Without namespaces (`isolation` tells) there is network, and for an ordinary user a way to outlive the end: to kill
+  the first process, which has the same user id. The memory of freda's own process, secrets in it, is open to it too.
+
+In the score, for a program that means to deceive:
+
+- Values that lie: an `__eq__` that is always true, or `abs`, `math.isclose`, ... replaced while the tests run. Builtins
+  are put back once, between program and tests; other modules are not.
+- Tests and oracle share the process: a function can find them in the frames above it and return what they expect.
+- Machine code: an extension module that the program writes to a file and imports can read all memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import pwd
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from freda.errors import FredaError, require
+from freda.eval.inside import SIGNALLED, STARTED, TIMED_OUT
+
+INSIDE = Path(__file__).with_name("inside.py")
+FIRST_UID, UIDS = 64_000, 1_024  # below 65,534, so that containers with 65,536 ids have them
+OPEN_FILES = 64
+GRACE = 3.0  # seconds that start-up and clearing away may take beyond the program's own; then all is killed from here
+REPORT = 4_096  # bytes kept of what comes through the result socket
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use."""
+
+    seconds: float = 30.0  # four references of HumanEval+ need 3.5 to 11
+    memory_mb: int = 4096  # address space of each process
+    file_mb: int = 1  # size of each file
+    processes: int = 32  # and threads, all together; three are the sandbox's own
+    output_kb: int = 64  # kept of the end of what it prints
+
+    def __post_init__(self) -> None:
+        require(self.seconds > 0, f"seconds = {self.seconds}: a program needs time; choose a number above 0")
+        for name, least in (("memory_mb", 128), ("file_mb", 0), ("processes", 4), ("output_kb", 1)):
+            value = getattr(self, name)
+            require(value >= least, f"{name} = {value}: Python itself needs {least}; choose that or more")
+
+
+class Verdict(NamedTuple):
+    """What came of a program: `reason` is "passed", or why not; `output` is the end of what it printed."""
+
+    passed: bool
+    reason: str
+    seconds: float
+    output: str
+
+
+class Isolation(NamedTuple):
+    """What the kernel grants here: the command that takes namespaces, and which it gives."""
+
+    command: tuple[str, ...]
+    network: bool  # there is none in the sandbox
+    processes: bool  # a pid namespace: the sandbox sees none but its own, and they end together
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def run_program(program: str, tests: str, limits: Limits = Limits()) -> Verdict:
+    """Run a program and its tests in one namespace; it passes if all of it ran to its end."""
+    begun, secret, granted = time.monotonic(), secrets.token_hex(16), isolation()
+    uid = _free_uid() if os.geteuid() == 0 else None
+    job = {
+        "program": program,
+        "tests": tests,
+        "secret": secret,
+        "uid": uid,
+        "seconds": limits.seconds,
+        "limits": _resource_limits(limits, uid, granted),
+        "pid_namespace": granted.processes,
+    }
+    ours, theirs = socket.socketpair()  # unlike a pipe, it cannot be opened again by way of /proc/self/fd
+    with _folder(uid) as folder, ours:
+        with theirs, tempfile.TemporaryFile() as file:  # no pipe: both sides could wait for each other
+            file.write(json.dumps({**job, "result": theirs.fileno()}).encode())
+            file.seek(0)
+            process = _start(granted, folder, file, theirs.fileno())
+        output, report, in_time = _finish(process, ours.fileno(), limits)
+    status = process.returncode if in_time else TIMED_OUT
+    if report is None and status != TIMED_OUT:
+        raise FredaError(f"the sandbox did not start (exit status {status}): {output.strip()[-500:] or 'no output'}")
+    reason = _reason(status, report or "", secret, limits)
+    return Verdict(reason == "passed", reason, time.monotonic() - begun, output)
+
+
+def run_many(
+    jobs: Sequence[tuple[str, str]],
+    limits: Limits = Limits(),
+    *,
+    workers: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> list[Verdict]:
+    """Verdicts of (program, tests), in order; `workers` 0 is one for each core. `progress` gets the number done."""
+    require(workers >= 0, f"workers = {workers}: choose a number, or 0 for one a core")
+    if jobs:
+        isolation()  # once, before the threads
+    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+        futures = [pool.submit(run_program, program, tests, limits) for program, tests in jobs]
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                if progress is not None:
+                    progress(done)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def _start(granted: Isolation, folder: str, file: IO[bytes], result: int) -> subprocess.Popen[bytes]:
+    environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+    if "LD_LIBRARY_PATH" in os.environ:  # a Python built with a shared library may need it to start
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    return subprocess.Popen(
+        [*granted.command, sys.executable, "-I", "-B", "-X", "utf8", str(INSIDE)],
+        stdin=file,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        env=environment,
+        pass_fds=(result,),
+        start_new_session=True,
+    )
+
+
+def _finish(process: subprocess.Popen[bytes], result: int, limits: Limits) -> tuple[str, str | None, bool]:
+    """Read to the end: the kept end of the output, the report (None: never started), and whether it ended by itself."""
+    assert process.stdout is not None
+    kept = {process.stdout.fileno(): limits.output_kb * 1024, result: REPORT}
+    tails, first = {fd: b"" for fd in kept}, b""
+    deadline = time.monotonic() + limits.seconds + GRACE
+    try:
+        with selectors.DefaultSelector() as selector:
+            for fd in kept:
+                selector.register(fd, selectors.EVENT_READ)
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    data = os.read(key.fd, 1 << 16)
+                    if key.fd == result and not first:
+                        first = data[:1]
+                    tails[key.fd] = (tails[key.fd] + data)[-kept[key.fd] :]
+                    if not data:
+                        selector.unregister(key.fd)
+        while not (in_time := _has_ended(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.002)
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still that of our group
+        process.wait()
+        output, report = (tails[fd].decode("utf-8", "replace") for fd in kept)
+        process.stdout.close()
+    return output, report.removeprefix(STARTED.decode()) if first == STARTED else None, in_time
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; it is not reaped."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _reason(status: int, report: str, secret: str, limits: Limits) -> str:
+    """The verdict in words, from the first process's exit status and what came through the result socket."""
+    if status == 0 and secret in report:
+        return "passed"
+    if status in (TIMED_OUT, SIGNALLED + signal.SIGXCPU):
+        return f"time out after {limits.seconds:g} s"
+    if report.startswith("MemoryError"):
+        return "out of memory"
+    if status > SIGNALLED or status < 0:
+        return f"killed by signal {status - SIGNALLED if status > 0 else -status}"
+    return f"failed: {report[:500]}" if report else "exited early"
+
+
+# -- limits and rights -----------------------------------------------------------------------------------------------
+
+
+def _resource_limits(limits: Limits, uid: int | None, granted: Isolation) -> dict[str, int]:
+    """Limits by their names in the module `resource`."""
+    # The kernel counts processes by user, inside a user namespace only those in it. Without one, an ordinary user's
+    # other processes count too.
+    others = 0 if uid is not None or "--user" in granted.command else _tasks_of(os.getuid())
+    return {
+        "RLIMIT_AS": limits.memory_mb * 2**20,
+        "RLIMIT_CPU": math.ceil(limits.seconds) + 1,
+        "RLIMIT_FSIZE": limits.file_mb * 2**20,
+        "RLIMIT_NOFILE": OPEN_FILES,
+        "RLIMIT_NPROC": others + limits.processes,
+        "RLIMIT_CORE": 0,
+    }
+
+
+def _tasks_of(uid: int) -> int:
+    """Threads that a user runs now."""
+    count = 0
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                count += len(os.listdir(folder / "task")) if folder.stat().st_uid == uid else 0
+    return count
+
+
+_uids = itertools.count(os.getpid() * 64)
+
+
+def _free_uid() -> int:
+    """A user id that no account has, and no other program that runs now: limits on processes count by user."""
+    for number in itertools.islice(_uids, UIDS):
+        uid = FIRST_UID + number % UIDS
+        try:
+            pwd.getpwuid(uid)
+        except KeyError:
+            return uid
+    raise FredaError(f"every user id from {FIRST_UID} to {FIRST_UID + UIDS - 1} has an account; run as another user")
+
+
+@functools.cache
+def isolation() -> Isolation:
+    """What can be had here, tried once; what cannot is said once on standard error."""
+    require(sys.platform == "linux", f"the sandbox needs Linux, this is {sys.platform}; run it in a Linux container")
+    unshare = shutil.which("unshare")
+    user = () if os.geteuid() == 0 else ("--user",)
+    network = (*user, "--net")
+    whole = (*network, "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+    for options in (whole, network) if unshare is not None else ():
+        command = (str(unshare), *options)
+        if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
+            found = Isolation(command, True, options == whole)
+            break
+    else:
+        found = Isolation((), False, False)
+    missing = [text for has, text in ((found.network, "no network"), (found.processes, "a pid namespace")) if not has]
+    if missing:
+        print(f"sandbox: this kernel does not grant {' and '.join(missing)}; programs run without", file=sys.stderr)
+    return found
+
+
+@contextlib.contextmanager
+def _folder(uid: int | None) -> Iterator[str]:
+    """A working folder that goes again, whatever the program did in it."""
+    folder = tempfile.mkdtemp(prefix="freda-sandbox-")
+    try:
+        if uid is not None:
+            os.chown(folder, uid, uid)
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder)
+        except (OSError, RecursionError):  # folders without rights, or nested deeper than rmtree goes
+            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+                subprocess.run([*command, "--", folder], capture_output=True, check=False)
