@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from freda.errors import FredaError
-from freda.eval.tasks import gsm8k, mmlu
+from freda.eval.selfcheck import self_check
+from freda.eval.tasks import TASKS, gsm8k, humaneval, humaneval_plus, math500, mmlu
 from freda.eval.tasks.task import Example, checksum, json_rows
 
 QUESTIONS = [
@@ -37,6 +39,27 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                     for n in range(count)
                 ]
                 csv.writer(file).writerows(rows)
+    problems = [("Half of one?", r"\frac{1}{2}"), ("A price?", r"\$32,\!348"), ("Which?", r"(-\infty, 3]")]
+    rows = [{"problem": p, "solution": f"So it is $\\boxed{{{a}}}$.", "answer": a} for p, a in problems]
+    (tmp_path / "math500").mkdir()
+    (tmp_path / "math500" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shot = {"problem": "One and one?", "solution": "Final Answer: The final answer is $2$. I hope it is correct."}
+    (tmp_path / "fewshot" / "minerva_math_4shot.json").write_text(json.dumps({"samples": [shot] * 4}))
+    code = {
+        "task_id": "Own/0",
+        "prompt": 'def double(x):\n    """Twice x."""\n',
+        "canonical_solution": "    return 2 * x\n",
+        "entry_point": "double",
+        "test": "def check(candidate):\n    assert candidate(3) == 6\n",
+        "base_input": [[3]],
+        "plus_input": [[0], [-2.5]],
+        "atol": 0,
+    }
+    for folder, name in (("humaneval", "HumanEval"), ("humanevalplus", "HumanEvalPlus")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(json.dumps(code).encode()))
+    for task, count in ((math500, 3), (humaneval, 1), (humaneval_plus, 1)):
+        monkeypatch.setattr(task, "ROWS", count)
     monkeypatch.setattr(gsm8k, "ROWS", 2)
     monkeypatch.setattr(mmlu, "ROWS", 4)
     monkeypatch.setattr(mmlu, "SUBJECTS", 2)
@@ -103,6 +126,67 @@ def test_mmlu_prompts_and_letters(data: Path) -> None:
     assert all(mmlu.grade(example, mmlu.reference(example)).correct for example in examples)
     assert not mmlu.grade(examples[0], " D").correct
     assert {mmlu.reference(example) for example in examples} <= set(mmlu.CHOICES)
+
+
+def test_math_answers(data: Path) -> None:
+    half, price, interval = math500.load(data)
+    assert half.prompt.count("Problem:") == 5 and half.prompt.endswith("Problem:\nHalf of one?\n\nSolution:")
+    for example, text, right in (
+        (half, "The final answer is $0.5$. I hope it is correct.", True),
+        (half, "We get $\\boxed{\\frac{2}{4}}$ in the end", True),
+        (half, "Final Answer: The final answer is $\\frac12$", True),
+        (half, "The final answer is $2$. I hope it is correct.", False),
+        (half, "It is a half.", False),
+        (half, "\\boxed{" + "{" * 50, False),
+        (half, "The final answer is $" + "9" * 10_000 + "$", False),
+        (price, "The final answer is $32348$. I hope it is correct.", True),
+        (interval, "The final answer is $(-\\infty,3]$. I hope it is correct.", True),
+        (interval, "The final answer is $(-\\infty,3)$. I hope it is correct.", False),
+    ):
+        graded = math500.grade_all([example], [text])[0]
+        assert graded.correct == right, (text[:60], graded)
+
+
+def test_a_grader_that_hangs_is_given_up(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math500, "SECONDS", 4)
+    monkeypatch.setattr(math500, "same", hang_on_seven)
+    example = math500.load(data)[0]
+    answers = ["The final answer is $5$.", "The final answer is $7$.", "The final answer is $5$."]
+    graded = math500.grade_all([example] * 3, answers)
+    assert [one.correct for one in graded] == [True, False, True]
+    assert graded[1].reason == "the grader gave up after 4 s"
+
+
+def hang_on_seven(gold: str, answer: str) -> bool:
+    while "7" in answer:
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_harness_checks_itself(data: Path, name: str) -> None:
+    found = self_check(TASKS[name], data)
+    assert (found.references, found.wrong, found.failures) == (found.n, 0, [])
+    assert found.passed or name == "mmlu", "four guesses say little"
+
+
+def test_a_wrong_grader_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gsm8k, "same_number", lambda one, other: False)
+    found = self_check(gsm8k, data)
+    assert not found.passed and found.references == 0 and found.failures[0].startswith("gsm8k/0: 7 is not 7")
+    monkeypatch.setattr(gsm8k, "grade", lambda example, text: gsm8k.Graded(True, "right", ""))
+    assert self_check(gsm8k, data).wrong == 2 and not self_check(gsm8k, data).passed
+
+
+def test_code_is_cut_and_executed(data: Path) -> None:
+    for task in (humaneval, humaneval_plus):
+        example = task.load(data)[0]
+        texts = [
+            "    return x + x\n\nprint(1 / 0)",
+            "    return x * x",
+            "    while True: pass" if task is humaneval else "",
+        ]
+        assert [one.correct for one in task.grade_all([example] * 2, texts[:2])] == [True, False]
 
 
 def test_what_is_asked_has_a_checksum(data: Path) -> None:

@@ -1,0 +1,4 @@
+from freda.eval.tasks import gsm8k, humaneval, humaneval_plus, math500, mmlu
+from freda.eval.tasks.task import Task
+
+TASKS: dict[str, Task] = {task.NAME: task for task in (mmlu, gsm8k, math500, humaneval, humaneval_plus)}

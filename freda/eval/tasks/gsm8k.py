@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
@@ -45,6 +46,11 @@ def load(folder: Path) -> list[Example]:
 def gold_of(answer: str) -> str:
     """The number behind ####."""
     return answer.rpartition("####")[2].strip().replace(",", "")
+
+
+def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
+    """Every text by itself."""
+    return [grade(example, text) for example, text in zip(examples, texts, strict=True)]
 
 
 def grade(example: Example, text: str) -> Graded:

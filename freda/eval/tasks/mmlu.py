@@ -6,6 +6,7 @@ The exemplars are the five questions of each subject's dev file, in its order.
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 from freda.errors import FredaError
@@ -36,6 +37,11 @@ def load(folder: Path) -> list[Example]:
             examples.append(Example(f"mmlu/{subject}/{number}", head + _asked(row), row[5], values))
     check_rows(folder / "mmlu" / "test", examples, ROWS)
     return examples
+
+
+def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
+    """Every text by itself."""
+    return [grade(example, text) for example, text in zip(examples, texts, strict=True)]
 
 
 def grade(example: Example, text: str) -> Graded:

@@ -46,8 +46,8 @@ class Task(Protocol):
     def load(self, folder: Path) -> list[Example]:
         """The examples in the order of the file, with their prompts."""
 
-    def grade(self, example: Example, text: str) -> Graded:
-        """Is `text` a right answer?"""
+    def grade_all(self, examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
+        """Which texts are right answers? All at once, because some graders work in parallel."""
 
     def reference(self, example: Example) -> str:
         """A right answer."""

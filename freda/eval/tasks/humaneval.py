@@ -1,0 +1,45 @@
+"""HumanEval, 0-shot: the body of a Python function from its docstring, executed against its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from freda.eval.code import HUMANEVAL_STOPS, cut_completion, humaneval_program
+from freda.eval.sandbox import run_many
+from freda.eval.tasks.task import Example, Graded, check_rows, json_rows
+
+NAME = "humaneval"
+ROWS = 164
+SHOTS = 0
+STOPS = HUMANEVAL_STOPS
+MAX_NEW_TOKENS = 1024
+CHOICES: tuple[str, ...] = ()
+
+
+def load(folder: Path) -> list[Example]:
+    """The prompts as they are."""
+    path = folder / "humaneval" / "HumanEval.jsonl.gz"
+    rows = json_rows(path, ("task_id", "prompt", "canonical_solution", "test", "entry_point"))
+    check_rows(path, rows, ROWS)
+    return [Example(row["task_id"], row["prompt"], row["canonical_solution"], row) for row in rows]
+
+
+def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
+    """Run every completion against the row's own tests."""
+    return executed(humaneval_program, examples, texts)
+
+
+def executed(
+    program_of: Callable[[Mapping[str, Any], str], tuple[str, str]], examples: Sequence[Example], texts: Sequence[str]
+) -> list[Graded]:
+    """Run completions, cut at their first stop, in the sandbox."""
+    cut = [cut_completion(text, STOPS) for text in texts]
+    verdicts = run_many([program_of(example.row, text) for example, text in zip(examples, cut, strict=True)])
+    return [Graded(verdict.passed, verdict.reason, text) for verdict, text in zip(verdicts, cut, strict=True)]
+
+
+def reference(example: Example) -> str:
+    """The published body."""
+    return example.gold

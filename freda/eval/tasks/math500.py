@@ -1,0 +1,115 @@
+"""MATH-500, 4-shot: competition mathematics, graded by math-verify.
+
+The exemplars are the four of Minerva (`fewshot/minerva_math_4shot.json`). The answer is what follows "final answer is",
+or else the last \\boxed{}. math-verify stops itself by a signal, which only works in the main thread of a process, and
+LaTeX can make it hang all the same: every answer is graded in a worker process that is killed when it takes too long.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import multiprocessing
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from freda.errors import FredaError
+from freda.eval.tasks.task import Example, Graded, check_rows, json_rows
+
+NAME = "math500"
+ROWS = 500
+SHOTS = 4
+STOPS = ("Problem:", "I hope it is correct.")
+MAX_NEW_TOKENS = 1024
+CHOICES: tuple[str, ...] = ()
+
+FINAL = re.compile(r"final answer is:?\s*(.+?)(?:\.\s*I hope|\.?\s*$)", re.IGNORECASE | re.DOTALL)
+SECONDS = 10  # for one answer; 1,000 comparisons of published answers take 2 s
+LONGEST = 2_000  # characters of an answer that is looked at
+
+
+def load(folder: Path) -> list[Example]:
+    """The problems behind four worked ones."""
+    path, shots = folder / "math500" / "test.jsonl", folder / "fewshot" / "minerva_math_4shot.json"
+    rows = json_rows(path, ("problem", "solution", "answer"))
+    check_rows(path, rows, ROWS)
+    try:
+        samples = json.loads(shots.read_text(encoding="utf-8"))["samples"][:SHOTS]
+        head = "".join(f"Problem:\n{s['problem']}\n\nSolution:\n{s['solution']}\n\n" for s in samples)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FredaError(f"cannot read the worked examples in {shots} ({error}); get the file again") from None
+    return [
+        Example(f"math500/{number}", f"{head}Problem:\n{row['problem']}\n\nSolution:", row["answer"], row)
+        for number, row in enumerate(rows)
+    ]
+
+
+def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
+    """Compare every answer with the published one, in worker processes."""
+    answers = [answer_of(text) for text in texts]
+    graded = [Graded(False, "no answer", "")] * len(answers)
+    waiting = [index for index, answer in enumerate(answers) if answer]
+    while waiting:
+        verdicts = _verdicts([(examples[index].gold, answers[index]) for index in waiting])
+        for index, right in verdicts.items():
+            gold, answer = examples[waiting[index]].gold, answers[waiting[index]]
+            reason = "right" if right else f"{answer[:60]} is not {gold[:60]}"
+            graded[waiting[index]] = Graded(
+                bool(right), reason if right is not None else f"the grader gave up after {SECONDS} s", answer
+            )
+        waiting = [place for index, place in enumerate(waiting) if index not in verdicts]
+    return graded
+
+
+def _verdicts(pairs: Sequence[tuple[str, str]]) -> dict[int, bool | None]:
+    """Verdicts by number: all, or, when an answer makes its process hang, None for it and what is done so far."""
+    found: dict[int, bool | None] = {}
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(same, *pair) for pair in pairs]
+        for number, future in enumerate(futures):
+            try:
+                found[number] = future.result(timeout=SECONDS)
+            except TimeoutError:
+                found[number] = None
+                done = (later for later in range(number + 1, len(futures)) if futures[later].done())
+                found |= {later: futures[later].result() for later in done}
+                for process in multiprocessing.active_children():
+                    process.kill()
+                break
+    return found
+
+
+def answer_of(text: str) -> str:
+    """What a solution gives as its answer; empty if it gives none."""
+    found = FINAL.search(text)
+    answer = found[1].strip() if found else _last_boxed(text)
+    return answer[:LONGEST]
+
+
+def _last_boxed(text: str) -> str:
+    begin = text.rfind("\\boxed{")
+    if begin < 0:
+        return ""
+    depth, start = 0, begin + len("\\boxed")
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start + 1 : place]
+    return ""
+
+
+def same(gold: str, answer: str) -> bool:
+    """Is `answer` equal to `gold`, as mathematics? In this order: math-verify is not symmetric."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise FredaError("MATH-500 needs the package math-verify; pip install 'freda[eval]'") from None
+    bare = answer if re.fullmatch(r"\$.+\$", answer, re.DOTALL) else f"${answer}$"  # a gold of \$5 begins with no $
+    first, second = parse(f"${gold}$"), parse(bare)
+    return bool(first and second and verify(first, second))
+
+
+def reference(example: Example) -> str:
+    """The published solution in the exemplars' words."""
+    return f" {example.row['solution']}\nFinal Answer: The final answer is ${example.gold}$. I hope it is correct."
