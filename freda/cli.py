@@ -207,6 +207,43 @@ def convert(
         print(f"{name}: {value}")
 
 
+@app.command(
+    "eval",
+    epilog="Examples: **freda eval runs/mine --task gsm8k --data ~/benchmarks --out runs/mine/gsm8k**; "
+    "**freda eval --self-check --data ~/benchmarks**",
+)
+def evaluate_(
+    model: Annotated[
+        Path | None, typer.Argument(help="A model folder, or a run folder (its newest checkpoint).")
+    ] = None,
+    task: Annotated[list[str], typer.Option(help="mmlu, gsm8k, math500, humaneval or humaneval_plus; repeat it.")] = [],  # noqa: B006
+    data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
+    out: Annotated[Path | None, typer.Option(help="Folder for samples.jsonl and results.json; one per task.")] = None,
+    limit: Annotated[int, typer.Option(help="Only the first questions; 0 asks all.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 64,
+    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
+    threshold: Annotated[float, typer.Option(help="Probability from which a token is committed.")] = DECODING.threshold,
+    width: Annotated[int, typer.Option(help="best-of-n: most candidates per pass, N.")] = DECODING.width,
+    tau: Annotated[float, typer.Option(help="best-of-n: weight of the scorer.")] = DECODING.tau,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer; a task may set less.")] = 1024,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    self_check: Annotated[bool, typer.Option("--self-check", help="Grade the published answers instead.")] = False,
+) -> None:
+    """Answer a benchmark's questions and grade them; stopped, it goes on with the next question."""
+    from freda.eval.command import check_graders, evaluate_tasks
+
+    if self_check:
+        if not check_graders(task, data):
+            raise typer.Exit(1)
+        return
+    if model is None or not task:
+        raise FredaError("name a model and a --task, or check the graders with --self-check")
+    settings = {"passes": passes, "threshold": threshold, "width": width, "tau": tau, "max_new_tokens": max_new_tokens}
+    place = {"device": device, "dtype": dtype}
+    evaluate_tasks(model, task, data, out, settings, limit=limit, batch_size=batch_size, **place)
+
+
 bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
 app.add_typer(bench, name="bench")
 

@@ -9,11 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from freda.cli import run
+from freda.config import DecodeConfig, MethodConfig, ModelConfig
+from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
+from freda.eval.evaluate import evaluate
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, gsm8k, humaneval, humaneval_plus, math500, mmlu
 from freda.eval.tasks.task import Example, checksum, json_rows
+from freda.model.transformer import Transformer
+from freda.model.weights import LoadedModel, save_model
 
 QUESTIONS = [
     {"question": "Ben has 3 boats and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7 boats.\n#### 7"},
@@ -222,3 +229,98 @@ def test_files_that_are_not_the_benchmark_are_refused(data: Path) -> None:
     (data / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(FredaError, match="cut short or damaged"):
         json_rows(data / "cut.jsonl.gz", ())
+
+
+# -- a model on a benchmark ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path, data: Path) -> LoadedModel:
+    """A tiny random model whose tokenizer knows the answer letters."""
+    texts = ["Answer: A", "Answer: B", "Answer: C", "Answer: D"] * 50 + [e.prompt for e in gsm8k.load(data)]
+    tokenizer = train_tokenizer(texts, 330)
+    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
+    network = Transformer(shape, tokenizer.blank_id)
+    network.init_weights(3)
+    with torch.no_grad():
+        network.embed_tokens.weight.mul_(20)
+    return LoadedModel(network, tokenizer, MethodConfig(name="self-refine"), "test")
+
+
+SHORT = DecodeConfig(max_new_tokens=12, passes=2, threshold=0.3)
+
+
+def answers(folder: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()[1:]]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "mmlu"])
+def test_the_score_does_not_depend_on_the_batch_size(name: str, data: Path, model: LoadedModel, tmp_path: Path) -> None:
+    task = TASKS[name]
+    examples = task.load(data)
+    one, many = (
+        evaluate(model, task, examples, tmp_path / str(size), settings=SHORT, batch_size=size) for size in (1, 3)
+    )
+    timeless = [{key: value for key, value in found.items() if key != "seconds"} for found in (one, many)]
+    assert timeless[0] == timeless[1]
+    for first, second in zip(answers(tmp_path / "1"), answers(tmp_path / "3"), strict=True):
+        scores = [line.pop("log_probs", [0.0]) for line in (first, second)]
+        assert first == second and scores[0] == pytest.approx(scores[1], abs=1e-4)
+    assert one["n"] == len(examples) and one["nfe"] > 0 and len(one["prompts"]) == min(3, len(examples))
+    assert json.loads((tmp_path / "1" / "results.json").read_text()) == one
+
+
+def test_an_evaluation_goes_on_where_it_was(data: Path, model: LoadedModel, tmp_path: Path) -> None:
+    examples = mmlu.load(data)
+    whole = evaluate(model, mmlu, examples, tmp_path / "whole", settings=SHORT)
+    evaluate(model, mmlu, examples, tmp_path / "cut", settings=SHORT, batch_size=2)
+    path = tmp_path / "cut" / "samples.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])  # killed while it wrote the third answer
+    asked: list[int] = []
+    again = evaluate(
+        model, mmlu, examples, tmp_path / "cut", settings=SHORT, progress=lambda done, total, share: asked.append(done)
+    )
+    assert asked == [4] and len(answers(tmp_path / "cut")) == 4
+    assert (again["correct"], again["checksum"]) == (whole["correct"], whole["checksum"])
+    with pytest.raises(FredaError, match=r"holds another evaluation: n 4 \(now 3\), checksum"):
+        evaluate(model, mmlu, examples[:3], tmp_path / "cut", settings=SHORT)
+
+
+def test_stop_strings_end_an_answer(
+    data: Path, model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = gsm8k.load(data)
+    free = evaluate(model, gsm8k, examples, tmp_path / "free", settings=SHORT)
+    first = str(answers(tmp_path / "free")[0]["output"])
+    monkeypatch.setattr(gsm8k, "STOPS", (first[2:4],))
+    evaluate(model, gsm8k, examples[:1], tmp_path / "cut", settings=SHORT)
+    cut = answers(tmp_path / "cut")[0]
+    assert cut["output"] == first[: first.find(first[2:4])] and cut["finish"] == "stop"
+    assert int(cut["tokens"]) < 12 and free["finish"]["length"] >= 1  # type: ignore[call-overload]
+
+
+def test_answers_that_are_no_token_cannot_be_chosen(data: Path, model: LoadedModel, tmp_path: Path) -> None:
+    other = train_tokenizer(["nothing"], 270)
+    with pytest.raises(FredaError, match="the answer ' A' is not one token for this model's tokenizer"):
+        evaluate(model._replace(tokenizer=other), mmlu, mmlu.load(data), tmp_path / "out", settings=SHORT)
+
+
+def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "model", model.model, model.tokenizer, model.method, stage="test")
+    place = ["--data", str(data), "--task", "mmlu"]
+    assert run(["eval", str(tmp_path / "model"), *place, "--out", str(tmp_path / "out"), "--limit", "3"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("mmlu: ") and "of 3), 1.00 tokens per forward" in shown.out
+    assert "3 of 3" in shown.err and (tmp_path / "out" / "mmlu" / "results.json").is_file()
+    assert run(["eval", "--self-check", "--data", str(data), "--task", "gsm8k"]) == 0
+    assert "gsm8k            ok     references 2/2, wrong answers 0" in capsys.readouterr().out
+    for arguments, message in (
+        (["eval"], "name a model and a --task, or check the graders with --self-check"),
+        (["eval", str(tmp_path / "model"), "--task", "gsm9k"], "there is no task 'gsm9k'; use one of mmlu, gsm8k"),
+        (["eval", str(tmp_path / "model"), *place, "--limit", "-1"], "limit is -1; use 0 (all) or more"),
+        (["eval", str(tmp_path / "nowhere"), *place], "there is no model"),
+    ):
+        assert run(arguments) == 2
+        assert message in capsys.readouterr().err

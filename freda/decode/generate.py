@@ -120,12 +120,14 @@ def generate(
     requests: Sequence[Request],
     *,
     stop_ids: Sequence[int],
+    stopped: Callable[[Sequence[int]], bool] | None = None,
     fused: bool = True,
     cached: bool = True,
     watch: Watch | None = None,
 ) -> list[Output]:
-    """Continue every request. `fused=False` commits in forwards of their own and `cached=False` keeps no cache: the
-    plain twins, with equal tokens."""
+    """Continue every request. `stopped` is asked after each block whether the new tokens of a text are enough, for stop
+    strings. `fused=False` commits in forwards of their own and `cached=False` keeps no cache: the plain twins, with
+    equal tokens."""
     _check(model, method, config, requests)
     begun = time.perf_counter()
     outputs: dict[int, Output] = {}
@@ -140,6 +142,8 @@ def generate(
         for row in closed:
             text = loop.texts[row]
             reason = text.close_block(loop.draft.ids[row].tolist(), loop.stop_ids)
+            if reason is None and stopped is not None and stopped(text.new):
+                reason = "stop"
             if reason:
                 finished.add(row)
                 outputs[text.index] = Output(text.new, text.nfe, reason, time.perf_counter() - begun)

@@ -1,0 +1,176 @@
+"""A model on a benchmark: answers by generation or by likelihood, graded, kept one by one, summed up.
+
+Every answer is a line of `samples.jsonl` as soon as its batch is graded, so a run that was stopped goes on with the
+next question; `results.json` is written at the end. What is asked (checksum of all prompts), how, and by which code
+stands in both: numbers under one name are numbers of one thing. The score does not depend on the batch size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from freda import __version__
+from freda.config import DecodeConfig
+from freda.decode.generate import Output, Request, generate
+from freda.errors import FredaError, require
+from freda.eval.code import cut_completion
+from freda.eval.likelihood import choice_log_probs
+from freda.eval.tasks.task import Example, Graded, Task, checksum
+from freda.methods import METHODS
+from freda.model.weights import LoadedModel
+
+SAMPLES, RESULTS = "samples.jsonl", "results.json"
+SHOWN_PROMPTS = 3
+LOOK_BACK = 48  # tokens at the end of a text that are searched for stop strings; none is longer
+Progress = Callable[[int, int, float], None]  # answers done, answers in all, share of right ones so far
+
+
+def evaluate(
+    loaded: LoadedModel,
+    task: Task,
+    examples: Sequence[Example],
+    out: Path,
+    *,
+    settings: DecodeConfig,
+    batch_size: int = 64,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Answer all examples, or those that an earlier run in `out` has not; returns what `results.json` holds."""
+    require(batch_size >= 1, f"batch_size is {batch_size}; use 1 or more")
+    head = {
+        "task": task.NAME,
+        "n": len(examples),
+        "shots": task.SHOTS,
+        "checksum": checksum(examples),
+        "method": loaded.method.name,
+        "model": fingerprint(loaded),
+        "settings": {"by": "likelihood"} if task.CHOICES else {**asdict(settings), "by": "generation"},
+        "version": __version__,
+    }
+    samples = _resume(out, head)
+    left = [example for example in examples if example.id not in samples]
+    answer = _choose if task.CHOICES else _generate
+    with open(out / SAMPLES, "a", encoding="utf-8") as file:
+        for first in range(0, len(left), batch_size):
+            part = left[first : first + batch_size]
+            begun = time.perf_counter()
+            lines = answer(loaded, task, part, settings)
+            seconds = (time.perf_counter() - begun) / len(part)
+            graded = task.grade_all(part, [line["output"] for line in lines])
+            for example, line, verdict in zip(part, lines, graded, strict=True):
+                samples[example.id] = _sample(example, line, verdict, seconds)
+                file.write(json.dumps(samples[example.id]) + "\n")
+            file.flush()
+            if progress is not None:
+                progress(len(samples), len(examples), sum(s["correct"] for s in samples.values()) / len(samples))
+    results = {**head, **_summary(list(samples.values())), "prompts": [e.prompt for e in examples[:SHOWN_PROMPTS]]}
+    (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return results
+
+
+def fingerprint(loaded: LoadedModel) -> str:
+    """Tells models apart: a few numbers of every weight."""
+    sums = [(name, float(weight.float().sum())) for name, weight in sorted(loaded.model.state_dict().items())]
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
+
+
+def _resume(out: Path, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The answers of an earlier run of the same thing; a new folder begins with what is asked."""
+    path = out / SAMPLES
+    if not path.is_file():
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+        return {}
+    lines = path.read_text(encoding="utf-8").split("\n")
+    found = json.loads(lines[0])
+    changed = [f"{key} {found.get(key)} (now {head[key]})" for key in head if found.get(key) != head[key]]
+    if changed:
+        raise FredaError(f"{out} holds another evaluation: {', '.join(changed)}; choose another folder: --out")
+    whole = [line for line in lines[1:-1] if line]  # what stands behind the last line break was cut off
+    path.write_text("\n".join([lines[0], *whole, ""]), encoding="utf-8")
+    return {sample["id"]: sample for sample in map(json.loads, whole)}
+
+
+def _generate(
+    loaded: LoadedModel, task: Task, examples: Sequence[Example], settings: DecodeConfig
+) -> list[dict[str, Any]]:
+    """Continue the prompts, up to the task's stop strings."""
+    tokenizer, method = loaded.tokenizer, METHODS[loaded.method.name]
+    limit = {"max_new_tokens": min(settings.max_new_tokens, task.MAX_NEW_TOKENS)}
+    asked = [
+        Request(**{**asdict(settings), **limit, "prompt": tokenizer.encode(example.prompt)}) for example in examples
+    ]
+
+    def stopped(tokens: Sequence[int]) -> bool:
+        text = tokenizer.decode(tokens[-LOOK_BACK:])
+        return any(stop in text for stop in task.STOPS)
+
+    made: list[Output] = generate(
+        loaded.model, method, loaded.method, asked, stop_ids=tokenizer.stop_ids, stopped=stopped
+    )
+    return [
+        {
+            "output": cut_completion(tokenizer.decode(output.tokens), task.STOPS),
+            "tokens": len(output.tokens),
+            "nfe": output.nfe,
+            "finish": output.finish,
+        }
+        for output in made
+    ]
+
+
+def _choose(
+    loaded: LoadedModel, task: Task, examples: Sequence[Example], settings: DecodeConfig
+) -> list[dict[str, Any]]:
+    """The most likely of the task's one-token answers, from one forward."""
+    tokenizer = loaded.tokenizer
+    contexts = [tokenizer.encode(example.prompt) for example in examples]
+    choices = [_one_token(loaded, examples[0].prompt, text) for text in task.CHOICES]
+    scores = choice_log_probs(loaded, contexts, [choices] * len(contexts))
+    best = scores.argmax(-1).tolist()
+    return [
+        {"output": task.CHOICES[index], "tokens": 1, "nfe": 1, "finish": "choice", "log_probs": row}
+        for index, row in zip(best, scores.tolist(), strict=True)
+    ]
+
+
+def _one_token(loaded: LoadedModel, prompt: str, choice: str) -> int:
+    """The id of an answer, which must be one token that leaves the prompt's tokens as they are."""
+    before, after = loaded.tokenizer.encode(prompt), loaded.tokenizer.encode(prompt + choice)
+    if after[:-1] != before:
+        raise FredaError(f"the answer {choice!r} is not one token for this model's tokenizer; it cannot be chosen so")
+    return after[-1]
+
+
+def _sample(example: Example, line: dict[str, Any], verdict: Graded, seconds: float) -> dict[str, Any]:
+    return {
+        "id": example.id,
+        **line,
+        "gold": example.gold,
+        "answer": verdict.answer,
+        "correct": verdict.correct,
+        "reason": verdict.reason,
+        "seconds": round(seconds, 4),
+    }
+
+
+def _summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    n, right = len(samples), sum(sample["correct"] for sample in samples)
+    share, nfe = right / n, sum(sample["nfe"] for sample in samples)
+    return {
+        "accuracy": share,
+        "standard_error": math.sqrt(share * (1 - share) / n),
+        "correct": right,
+        "nfe": nfe / n,
+        "tpf": sum(sample["tokens"] for sample in samples) / nfe,
+        "seconds": round(sum(sample["seconds"] for sample in samples), 2),
+        "finish": dict(Counter(sample["finish"] for sample in samples)),
+    }
