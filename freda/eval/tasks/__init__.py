@@ -1,3 +1,5 @@
+"""The benchmarks by name."""
+
 from freda.eval.tasks import gsm8k, humaneval, humaneval_plus, math500, mmlu
 from freda.eval.tasks.task import Task
 
