@@ -216,7 +216,10 @@ def evaluate_(
     model: Annotated[
         Path | None, typer.Argument(help="A model folder, or a run folder (its newest checkpoint).")
     ] = None,
-    task: Annotated[list[str], typer.Option(help="mmlu, gsm8k, math500, humaneval or humaneval_plus; repeat it.")] = [],  # noqa: B006
+    task: Annotated[
+        list[str],
+        typer.Option(help="A benchmark, for example gsm8k; may be repeated."),
+    ] = [],  # noqa: B006
     data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
     out: Annotated[Path | None, typer.Option(help="Folder for samples.jsonl and results.json; one per task.")] = None,
     limit: Annotated[int, typer.Option(help="Only the first questions; 0 asks all.")] = 0,

@@ -17,7 +17,7 @@ from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS, gsm8k, humaneval, humaneval_plus, math500, mmlu
+from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, math500, mbpp, mmlu
 from freda.eval.tasks.task import Example, checksum, json_rows
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel, save_model
@@ -65,7 +65,24 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder, name in (("humaneval", "HumanEval"), ("humanevalplus", "HumanEvalPlus")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(json.dumps(code).encode()))
-    for task, count in ((math500, 3), (humaneval, 1), (humaneval_plus, 1)):
+    programs = [
+        {
+            "task_id": number,
+            "text": f"Write a function to add {number}.",
+            "code": f"def add(x):\r\n    return x + {number}",
+            "test_list": [f"assert add(1) == {number + 1}"],
+            "test_setup_code": "",
+        }
+        for number in (2, 3, 4, 11, 12)
+    ]
+    (tmp_path / "mbpp").mkdir()
+    (tmp_path / "mbpp" / "mbpp.jsonl").write_text("\n".join(map(json.dumps, programs)))
+    (tmp_path / "gpqa").mkdir()
+    with open(tmp_path / "gpqa" / "gpqa_diamond.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["Id", *gpqa.COLUMNS])
+        table.writerows([[n, f"Question {n}?", f"right {n}", "wrong a", "wrong b", "wrong c"] for n in range(25)])
+    for task, count in ((math500, 3), (humaneval, 1), (humaneval_plus, 1), (mbpp, 5), (gpqa, 25)):
         monkeypatch.setattr(task, "ROWS", count)
     monkeypatch.setattr(gsm8k, "ROWS", 2)
     monkeypatch.setattr(mmlu, "ROWS", 4)
@@ -175,6 +192,28 @@ def test_the_harness_checks_itself(data: Path, name: str) -> None:
     found = self_check(TASKS[name], data)
     assert (found.references, found.wrong, found.failures) == (found.n, 0, [])
     assert found.passed or name == "mmlu", "four guesses say little"
+
+
+def test_gpqa_options_are_shuffled_once_and_for_all(data: Path) -> None:
+    examples = gpqa.load(data)
+    assert len(examples) == 20 and examples[0].id == "gpqa_diamond/5", "five are exemplars"
+    assert examples[0].prompt.count("Answer:") == 6 and "Question 4?" in examples[0].prompt
+    assert len({example.gold for example in examples}) == 4, "the right answer is not always first"
+    for example in examples:
+        last = example.prompt.rpartition("Question ")[2]
+        assert f"{example.gold}. right {example.row['Id']}" in last
+    assert [e.prompt for e in gpqa.load(data)] == [e.prompt for e in examples]
+    (data / "gpqa" / "gpqa_diamond.csv").write_text("x\n" + "1\n" * 25)
+    with pytest.raises(FredaError, match="has no column 'Question'; it has x"):
+        gpqa.load(data)
+
+
+def test_mbpp_asks_the_test_rows(data: Path) -> None:
+    examples = mbpp.load(data)
+    assert [example.id for example in examples] == ["mbpp/11", "mbpp/12"]
+    assert examples[0].prompt.count("[DONE]") == 3 and examples[0].prompt.endswith("assert add(1) == 12\n[BEGIN]\n")
+    texts = ["def add(x):\n    return x + 11\n[DONE]\nnonsense(", "def add(x):\n    return x"]
+    assert [one.correct for one in mbpp.grade_all([examples[0]] * 2, texts)] == [True, False]
 
 
 def test_a_wrong_grader_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,9 +355,18 @@ def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pyt
     assert "3 of 3" in shown.err and (tmp_path / "out" / "mmlu" / "results.json").is_file()
     assert run(["eval", "--self-check", "--data", str(data), "--task", "gsm8k"]) == 0
     assert "gsm8k            ok     references 2/2, wrong answers 0" in capsys.readouterr().out
+    (data / "gpqa" / "gpqa_diamond.csv").unlink()
+    assert run(["eval", "--self-check", "--data", str(data)]) == 0
+    shown = capsys.readouterr()
+    assert "math500          ok" in shown.out and "gpqa_diamond     not checked: cannot read" in shown.out
+    assert run(["eval", "--self-check", "--data", str(data), "--task", "gpqa_diamond"]) == 2
+    assert "cannot read" in capsys.readouterr().err
     for arguments, message in (
         (["eval"], "name a model and a --task, or check the graders with --self-check"),
-        (["eval", str(tmp_path / "model"), "--task", "gsm9k"], "there is no task 'gsm9k'; use one of mmlu, gsm8k"),
+        (
+            ["eval", str(tmp_path / "model"), "--task", "gsm9k"],
+            "there is no task 'gsm9k'; use one of mmlu, gpqa",
+        ),
         (["eval", str(tmp_path / "model"), *place, "--limit", "-1"], "limit is -1; use 0 (all) or more"),
         (["eval", str(tmp_path / "nowhere"), *place], "there is no model"),
     ):

@@ -32,10 +32,13 @@ def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]
 
 
 def executed(
-    program_of: Callable[[Mapping[str, Any], str], tuple[str, str]], examples: Sequence[Example], texts: Sequence[str]
+    program_of: Callable[[Mapping[str, Any], str], tuple[str, str]],
+    examples: Sequence[Example],
+    texts: Sequence[str],
+    stops: Sequence[str] = STOPS,
 ) -> list[Graded]:
     """Run completions, cut at their first stop, in the sandbox."""
-    cut = [cut_completion(text, STOPS) for text in texts]
+    cut = [cut_completion(text, stops) for text in texts]
     verdicts = run_many([program_of(example.row, text) for example, text in zip(examples, cut, strict=True)])
     return [Graded(verdict.passed, verdict.reason, text) for verdict, text in zip(verdicts, cut, strict=True)]
 
