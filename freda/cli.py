@@ -210,7 +210,7 @@ def convert(
 @app.command(
     "eval",
     epilog="Examples: **freda eval runs/mine --task gsm8k --data ~/benchmarks --out runs/mine/gsm8k**; "
-    "**freda eval --self-check --data ~/benchmarks**",
+    "**freda eval --self-check --data ~/benchmarks**; **freda eval --compare runs/a/gsm8k runs/b/gsm8k**",
 )
 def evaluate_(
     model: Annotated[
@@ -232,8 +232,17 @@ def evaluate_(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
     self_check: Annotated[bool, typer.Option("--self-check", help="Grade the published answers instead.")] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Instead: paired difference of two folders, one task's each.")
+    ] = None,
 ) -> None:
     """Answer a benchmark's questions and grade them; stopped, it goes on with the next question."""
+    if compare is not None:
+        from freda.eval.compare import compare as compare_folders
+        from freda.eval.compare import compared_line
+
+        print(compared_line(compare_folders(*compare)))
+        return
     from freda.eval.command import check_graders, evaluate_tasks
 
     if self_check:

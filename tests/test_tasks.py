@@ -15,6 +15,7 @@ from freda.cli import run
 from freda.config import DecodeConfig, MethodConfig, ModelConfig
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
+from freda.eval.compare import compare
 from freda.eval.evaluate import evaluate
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, math500, mbpp, mmlu
@@ -372,3 +373,32 @@ def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pyt
     ):
         assert run(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def write_answers(folder: Path, right: list[bool], checksum_: str = "abc") -> Path:
+    folder.mkdir()
+    lines = [{"task": "gsm8k", "checksum": checksum_}, *({"id": str(n), "correct": ok} for n, ok in enumerate(right))]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_answers(tmp_path / "a", [True] * 50 + [False] * 30 + [True] * 5 + [False] * 15)
+    two = write_answers(tmp_path / "b", [True] * 50 + [False] * 30 + [False] * 5 + [True] * 15)
+    found = compare(one, two)
+    assert (found.n, found.accuracy, found.only) == (100, (0.55, 0.65), (5, 15))
+    differences = torch.tensor([0.0] * 80 + [-1.0] * 5 + [1.0] * 15)
+    error = float(differences.std(correction=0)) / 10
+    assert found.difference == pytest.approx(0.10)
+    assert (found.low, found.high) == pytest.approx((0.10 - 1.96 * error, 0.10 + 1.96 * error), abs=1e-6)
+    assert run(["eval", "--compare", str(one), str(two)]) == 0
+    assert "A 55.00, B 65.00: B is +10.00 points (+1.46 to +18.54 at 95%" in capsys.readouterr().out
+    same = compare(one, one)
+    assert (same.difference, same.low, same.high) == (0, 0, 0)
+    for other, message in (
+        (write_answers(tmp_path / "c", [True] * 100, "xyz"), "were not asked the same: checksum abc and xyz"),
+        (write_answers(tmp_path / "d", [True] * 99), "has 100 answers, .* 99; let both finish"),
+        (tmp_path / "nowhere", "holds no samples.jsonl"),
+    ):
+        with pytest.raises(FredaError, match=message):
+            compare(one, other)
