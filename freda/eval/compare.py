@@ -46,10 +46,15 @@ def compare(first: Path, second: Path) -> Compared:
 
 def compared_line(found: Compared) -> str:
     """The comparison in a line."""
-    percent = [100 * value for value in (*found.accuracy, found.difference, found.low, found.high)]
+    first, second, difference, low, high = (
+        f"{100 * value:{sign}.2f}"
+        for value, sign in zip(
+            (*found.accuracy, found.difference, found.low, found.high), ("", "", "+", "+", "+"), strict=True
+        )
+    )
     return (
-        f"A {percent[0]:.2f}, B {percent[1]:.2f}: B is {percent[2]:+.2f} points ({percent[3]:+.2f} to {percent[4]:+.2f} "
-        f"at 95%, paired, n = {found.n}); A alone has {found.only[0]} right, B alone {found.only[1]}"
+        f"A {first}, B {second}: B is {difference} points ({low} to {high} at 95%, paired, n = {found.n}); "
+        f"A alone has {found.only[0]} right, B alone {found.only[1]}"
     )
 
 
