@@ -246,6 +246,7 @@ class Tally:
         self._tools, self._source, self._part = tools, source, part
         self._settings = config.prepare
         self._seen = self._broken = 0
+        self._first_broken: Broken | None = None
         self._dropped: Counter[str] = Counter()
         self._examples: list[dict[str, str]] = []
         self._hits: dict[str, dict[str, Any]] = {}
@@ -255,6 +256,7 @@ class Tally:
         self._seen += 1
         if isinstance(record, Broken):
             self._broken += 1
+            self._first_broken = self._first_broken or record
             self._drop(record.where, record.reason, record.detail)
             if self._seen % 1000 == 0:
                 self.check_broken()
@@ -317,11 +319,11 @@ class Tally:
 
     def check_broken(self) -> None:
         """Too many unreadable records mean wrong settings: better said than counted."""
-        if self._seen >= JUDGED_FROM and self._broken > self._settings.broken_share * self._seen:
-            first = next(e for e in self._examples if not e["reason"].startswith(("contaminated", "empty", "too long")))
+        first = self._first_broken
+        if first and self._seen >= JUDGED_FROM and self._broken > self._settings.broken_share * self._seen:
             raise FredaError(
-                f"source.{self._source}: {self._broken} of {self._seen} records cannot be read, first "
-                f"{first['where']}: {first['reason']} ({first['detail']}); mend it, or raise prepare.broken_share"
+                f"source.{self._source}: {self._broken} of {self._seen} records cannot be read, first {first.where}: "
+                f"{first.reason} ({first.detail[:200]}); mend it, or raise prepare.broken_share"
             )
 
     def results(self) -> dict[str, Any]:

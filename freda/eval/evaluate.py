@@ -77,8 +77,9 @@ def evaluate(
 
 
 def fingerprint(loaded: LoadedModel) -> str:
-    """Tells models apart: a few numbers of every weight."""
-    sums = [(name, float(weight.float().sum())) for name, weight in sorted(loaded.model.state_dict().items())]
+    """Tells models apart: the size of every weight, rounded so that threads and devices agree on it."""
+    weights = sorted(loaded.model.state_dict().items())
+    sums = [(name, f"{float(weight.double().abs().sum()):.9g}") for name, weight in weights]
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
 
 

@@ -6,14 +6,12 @@ takes the number after "The answer is", flexible match the last number of the te
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from freda.errors import FredaError
-from freda.eval.tasks.task import Example, Graded, check_rows, json_rows
+from freda.eval.tasks.task import Example, Graded, check_rows, json_rows, worked_examples
 
 NAME = "gsm8k"
 ROWS = 1319
@@ -32,11 +30,7 @@ def load(folder: Path) -> list[Example]:
     path, shots = folder / "gsm8k" / "test.jsonl", folder / "fewshot" / "gsm8k_cot_8shot.json"
     rows = json_rows(path, ("question", "answer"))
     check_rows(path, rows, ROWS)
-    try:
-        samples = json.loads(shots.read_text(encoding="utf-8"))["samples"][:SHOTS]
-        head = "".join(f"Q: {sample['question']}\nA: {sample['target']}\n\n" for sample in samples)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FredaError(f"cannot read the worked examples in {shots} ({error}); get the file again") from None
+    head = worked_examples(shots, "Q: {question}\nA: {target}\n\n", SHOTS)
     return [
         Example(f"gsm8k/{number}", f"{head}Q: {row['question']}\nA:", gold_of(row["answer"]), row)
         for number, row in enumerate(rows)

@@ -9,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from freda.eval.code import HUMANEVAL_STOPS, humanevalplus_program
-from freda.eval.tasks.humaneval import executed, reference
+from freda.eval.code import humanevalplus_program
+from freda.eval.tasks.humaneval import CHOICES, MAX_NEW_TOKENS, ROWS, SHOTS, STOPS, executed, reference
 from freda.eval.tasks.task import Example, Graded, check_rows, json_rows
 
 __all__ = ["CHOICES", "MAX_NEW_TOKENS", "NAME", "ROWS", "SHOTS", "STOPS", "grade_all", "load", "reference"]
 
 NAME = "humaneval_plus"
-ROWS = 164
-SHOTS = 0
-STOPS = HUMANEVAL_STOPS
-MAX_NEW_TOKENS = 1024
-CHOICES: tuple[str, ...] = ()
 
 
 def load(folder: Path) -> list[Example]:

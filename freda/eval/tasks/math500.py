@@ -8,14 +8,13 @@ LaTeX can make it hang all the same: every answer is graded in a worker process 
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import multiprocessing
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from freda.errors import FredaError
-from freda.eval.tasks.task import Example, Graded, check_rows, json_rows
+from freda.eval.tasks.task import Example, Graded, check_rows, json_rows, worked_examples
 
 NAME = "math500"
 ROWS = 500
@@ -34,11 +33,7 @@ def load(folder: Path) -> list[Example]:
     path, shots = folder / "math500" / "test.jsonl", folder / "fewshot" / "minerva_math_4shot.json"
     rows = json_rows(path, ("problem", "solution", "answer"))
     check_rows(path, rows, ROWS)
-    try:
-        samples = json.loads(shots.read_text(encoding="utf-8"))["samples"][:SHOTS]
-        head = "".join(f"Problem:\n{s['problem']}\n\nSolution:\n{s['solution']}\n\n" for s in samples)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FredaError(f"cannot read the worked examples in {shots} ({error}); get the file again") from None
+    head = worked_examples(shots, "Problem:\n{problem}\n\nSolution:\n{solution}\n\n", SHOTS)
     return [
         Example(f"math500/{number}", f"{head}Problem:\n{row['problem']}\n\nSolution:", row["answer"], row)
         for number, row in enumerate(rows)

@@ -71,6 +71,15 @@ def json_rows(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def worked_examples(path: Path, template: str, count: int) -> str:
+    """The first exemplars of a few-shot file, one after the other, each as `template` puts its fields."""
+    try:
+        samples = json.loads(path.read_text(encoding="utf-8"))["samples"][:count]
+        return "".join(template.format_map(sample) for sample in samples)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FredaError(f"cannot read the worked examples in {path} ({error}); get the file again") from None
+
+
 def check_rows(path: Path, rows: Sequence[object], expected: int) -> None:
     """A benchmark with rows missing gives another number under the same name."""
     if len(rows) != expected:
