@@ -25,7 +25,6 @@ import torch
 
 from freda import __version__
 from freda.config import Config, MethodConfig, TrainConfig
-from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
 from freda.decode.generate import Output, Pass, Request, generate
@@ -156,12 +155,12 @@ def judge(loaded: LoadedModel, test: Sequence[Problem]) -> dict[str, Any]:
 
     A block is counted as *number* if its candidates differ in a digit, as *end* if they differ in EOS, else as *word*.
     """
-    device, tokenizer, size = loaded.model.embed_tokens.weight.device, loaded.tokenizer, loaded.method.block_size
+    tokenizer, size = loaded.tokenizer, loaded.method.block_size
     counts: dict[str, Counter[str]] = {f"{tau:g}": Counter() for tau in TAUS[1:]}
     examples: dict[str, list[list[str]]] = {"mended": [], "spoiled": []}
     for first in range(0, len(test), 250):
-        batch, given = solution_batch(tokenizer, test[first : first + 250], size)
-        batch, given = Batch(*(piece.to(device) for piece in batch)), given.to(device)
+        texts = [(problem.prompt, problem.document) for problem in test[first : first + 250]]
+        batch, given = solution_batch(loaded, texts)
         clean = frozen_clean_half(loaded.model, batch, loaded.method)
         logits = proposal(loaded.model, batch, clean, loaded.method, 1)
         slots = beam_slots(logits, batch, loaded.method)

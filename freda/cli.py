@@ -222,6 +222,12 @@ def evaluate_(
     ] = [],  # noqa: B006
     data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
     out: Annotated[Path | None, typer.Option(help="Folder for samples.jsonl and results.json; one per task.")] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Get files that are not there from the Hugging Face Hub first.")
+    ] = False,
+    unpublished: Annotated[
+        bool, typer.Option("--unpublished", help="Ask files whose checksum is not the benchmark's.")
+    ] = False,
     limit: Annotated[int, typer.Option(help="Only the first questions; 0 asks all.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 64,
     passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
@@ -243,8 +249,12 @@ def evaluate_(
 
         print(compared_line(compare_folders(*compare)))
         return
-    from freda.eval.command import check_graders, evaluate_tasks
+    from freda.eval.command import check_graders, download_tasks, evaluate_tasks
 
+    if download:
+        download_tasks(task, data)
+        if model is None and not self_check:
+            return
     if self_check:
         if not check_graders(task, data):
             raise typer.Exit(1)
@@ -252,8 +262,52 @@ def evaluate_(
     if model is None or not task:
         raise FredaError("name a model and a --task, or check the graders with --self-check")
     settings = {"passes": passes, "threshold": threshold, "width": width, "tau": tau, "max_new_tokens": max_new_tokens}
-    place = {"device": device, "dtype": dtype}
-    evaluate_tasks(model, task, data, out, settings, limit=limit, batch_size=batch_size, **place)
+    evaluate_tasks(
+        model,
+        task,
+        data,
+        out,
+        settings,
+        limit=limit,
+        unpublished=unpublished,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+    )
+
+
+@app.command(
+    epilog="Examples: **freda sweep configs/sweep-demo.toml --data runs/demo/data --out runs/demo-sweep**; "
+    "draw again from a file: **freda sweep --draw results/demo-sweep.json --out figures**"
+)
+def sweep(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file with [sweep] and [system.NAME].")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for sweep.json, the tables and the figures.")] = Path("runs/sweep"),
+    data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
+    draw: Annotated[Path | None, typer.Option(help="Instead: a sweep.json, or its folder, to draw again.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    unpublished: Annotated[
+        bool, typer.Option("--unpublished", help="Ask files whose checksum is not the benchmark's.")
+    ] = False,
+    set_: Settings = [],  # noqa: B006
+) -> None:
+    """Measure systems over passes, thresholds and candidates; the paper's tables and figures of them."""
+    from freda import config as configs
+
+    if (config is None) == (draw is None):
+        raise FredaError("give a config to measure, or --draw FILE to draw what was measured")
+    from freda.eval.command import draw_sweep, measure_sweep
+
+    if config is not None:
+        try:
+            place = {"device": device, "dtype": dtype}
+            measure_sweep(configs.load_sweep(config, set_), data, out, unpublished=unpublished, note=_note, **place)
+        except KeyboardInterrupt:
+            _note("interrupted; the same command goes on with it")
+            raise typer.Exit(130) from None
+    for path in draw_sweep(draw or out, out):
+        print(path)
 
 
 bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)

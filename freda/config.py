@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from freda.errors import FredaError, require
-from freda.sections import NAMED, apply_override, build, toml_value
+from freda.errors import require
+from freda.sections import build, read_tables, reference_lines, tables_as_toml, to_dict
 
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SWEEP_PARTS = ("main", "passes", "pareto", "stability", "tau", "width")
 MethodName = Literal["autoregressive", "block-diffusion", "self-refine", "best-of-n"]
 
 
@@ -282,6 +281,70 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SystemConfig:
+    """`[system.NAME]`: one system of a sweep, a row of its tables and a curve of its figures."""
+
+    models: tuple[str, ...] = knob((), "model or run folders: one, or several trained with different seeds")
+    data: str = knob("", "folder of benchmark files for this system alone; empty takes --data")
+    baseline: bool = knob(False, "the system that others are compared with; at most one")
+    passes: int = knob(4, "most passes per block in the main table, K")
+    threshold: float = knob(0.9, "commitment threshold in the main table, η")
+    width: int = knob(4, "best-of-n: candidates, N")
+    tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
+
+    def __post_init__(self) -> None:
+        require(bool(self.models), "models is empty; name one model or run folder, or several")
+        self.decoding(0)
+
+    def decoding(self, max_new_tokens: int, **changed: Any) -> DecodeConfig:
+        """How its answers are made; 0 tokens takes the default."""
+        names = ("passes", "threshold", "width", "tau")
+        limit = {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
+        return DecodeConfig(**{**{name: getattr(self, name) for name in names}, **limit, **changed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """`[sweep]`: what `freda sweep` measures with every `[system.NAME]`, and draws."""
+
+    parts: tuple[str, ...] = knob(SWEEP_PARTS, "tables and figures to make, by name")
+    tasks: tuple[str, ...] = knob(("gsm8k", "math500", "humaneval", "humaneval_plus"), "benchmarks, see freda eval")
+    limit: int = knob(0, "only the first questions of each; 0 asks all")
+    passes: tuple[int, ...] = knob((1, 2, 3, 4, 5, 6), "passes, pareto: numbers of passes")
+    early_stop_passes: int = knob(3, "passes: most passes with the threshold on; with more, every block gets them all")
+    thresholds: tuple[float, ...] = knob((0.5, 0.7, 0.8, 0.9, 0.95, 0.99), "pareto: commitment thresholds")
+    taus: tuple[float, ...] = knob((0.0, 0.1, 0.3, 1.0), "tau: weights of the scorer")
+    widths: tuple[int, ...] = knob((2, 4), "width: numbers of candidates")
+    width_passes: tuple[int, ...] = knob((2, 4), "width: numbers of passes")
+    stability_examples: int = knob(200, "stability: questions of each task whose published answers are refined")
+    max_new_tokens: int = knob(1024, "most tokens of an answer; a task may set less")
+    batch_size: int = knob(64, "questions answered side by side")
+
+    def __post_init__(self) -> None:
+        unknown = [part for part in self.parts if part not in SWEEP_PARTS]
+        require(not unknown, f"sweep.parts has {', '.join(unknown)}; use {', '.join(SWEEP_PARTS)}")
+        for name in ("parts", "tasks", "passes", "thresholds", "taus", "widths", "width_passes"):
+            require(bool(getattr(self, name)), f"sweep.{name} is empty; name one or more")
+        for name in ("stability_examples", "batch_size", "max_new_tokens"):
+            require(getattr(self, name) >= 1, f"sweep.{name} is {getattr(self, name)}; use 1 or more")
+        for name in ("limit", "early_stop_passes"):
+            require(getattr(self, name) >= 0, f"sweep.{name} is {getattr(self, name)}; use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """One sweep: what is measured, and of what."""
+
+    sweep: SweepConfig = SweepConfig()
+    system: Mapping[str, SystemConfig] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(bool(self.system), "the sweep has no [system.NAME]; name at least one, with its models")
+        marked = [name for name, system in self.system.items() if system.baseline]
+        require(len(marked) <= 1, f"{' and '.join(marked)} are both a baseline; mark one")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One run, resolved."""
 
@@ -301,24 +364,18 @@ class Config:
         require(row % block == 0, f"method.block_size {block} does not divide data.seq_len {row}; use one of {legal}")
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
+# -- reading and writing ---------------------------------------------------------------------------------------------
 
 
 def load(path: Path | None, overrides: Iterable[str] = ()) -> Config:
     """The config in a TOML file (or the defaults) with `section.key=value` overrides applied, in order."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise FredaError(f"there is no config file {path}") from None
-        except IsADirectoryError:
-            raise FredaError(f"{path} is a folder; name a .toml file in it") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise FredaError(f"{path} is not valid TOML: {error}") from None
-    for override in overrides:
-        apply_override(values, override)
-    return from_dict(values)
+    return from_dict(read_tables(path, overrides))
+
+
+def load_sweep(path: Path, overrides: Iterable[str] = ()) -> SweepFile:
+    """The sweep in a TOML file, likewise."""
+    sweep: SweepFile = build(SweepFile, read_tables(path, overrides), "")
+    return sweep
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
@@ -327,27 +384,9 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     return config
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Nested dictionaries, the inverse of `from_dict`; unset (None) values are left out."""
-    values = dataclasses.asdict(config)
-    return {
-        key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value is not None
-    }
-
-
 def dump(config: Config) -> str:
     """The config as TOML; `load` reads it back to the same value."""
-    lines = []
-    for section, values in to_dict(config).items():
-        tables = {f"{section}.{name}": table for name, table in values.items()}
-        for title, table in tables.items() if section in NAMED else [(section, values)]:
-            lines += [f"[{title}]", *(f"{key} = {toml_value(value)}" for key, value in table.items()), ""]
-    return "\n".join(lines)
-
-
-# -- documentation ---------------------------------------------------------------------------------------------------
+    return tables_as_toml(to_dict(config))
 
 
 def reference() -> str:
@@ -356,16 +395,10 @@ def reference() -> str:
         "# Config reference",
         "",
         "Made by `python -m freda.config > docs/config.md`; do not edit by hand. A run is one TOML file with these",
-        "sections; `--set section.key=value` overrides a value on the command line.",
+        "sections, a sweep one with `[sweep]` and `[system.NAME]`; `--set section.key=value` overrides a value on the",
+        "command line.",
     ]
-    for section in dataclasses.fields(Config):
-        kind = typing.get_type_hints(Config)[section.name]
-        kind = typing.get_args(kind)[1] if section.name in NAMED else kind
-        lines += ["", f"## {(kind.__doc__ or '').strip()}", "", "| key | default | meaning |", "|---|---|---|"]
-        for field in dataclasses.fields(kind):
-            default = "none" if field.default is None else toml_value(field.default)
-            lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *reference_lines(Config), *reference_lines(SweepFile)])
 
 
 if __name__ == "__main__":

@@ -11,12 +11,62 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from freda.errors import FredaError, require
 
-NAMED = ("source", "benchmark")  # sections of many tables, each with a name of the user's: [source.math]
+NAMED = ("source", "benchmark", "system")  # sections of many tables, each with a name of the user's: [source.math]
+
+
+def read_tables(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """The tables of a TOML file (none without a path) with `section.key=value` overrides applied, in order."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FredaError(f"there is no config file {path}") from None
+        except IsADirectoryError:
+            raise FredaError(f"{path} is a folder; name a .toml file in it") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise FredaError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        apply_override(values, override)
+    return values
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested dictionaries, the inverse of `build`; unset (None) values are left out."""
+    values = dataclasses.asdict(config)
+    return {
+        key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+def tables_as_toml(sections: Mapping[str, Any]) -> str:
+    """Sections as the text of a TOML file."""
+    lines = []
+    for section, values in sections.items():
+        tables = {f"{section}.{name}": table for name, table in values.items()}
+        for title, table in tables.items() if section in NAMED else [(section, values)]:
+            lines += [f"[{title}]", *(f"{key} = {toml_value(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines)
+
+
+def reference_lines(kind: type) -> list[str]:
+    """Documentation in Markdown: for every section of a dataclass its docstring and a table of its keys."""
+    lines = []
+    for name, hint in typing.get_type_hints(kind).items():
+        section = typing.get_args(hint)[1] if name in NAMED else hint
+        lines += ["", f"## {(section.__doc__ or '').strip()}", "", "| key | default | meaning |", "|---|---|---|"]
+        for field in dataclasses.fields(section):
+            default = "none" if field.default is None else toml_value(field.default)
+            lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
+    return lines
 
 
 def toml_value(value: Any) -> str:
@@ -28,6 +78,8 @@ def toml_value(value: Any) -> str:
         return f'"{escaped}"'
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {toml_value(v)}" for key, v in value.items()) + " }"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
     return repr(value)
 
 
@@ -101,6 +153,9 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
         return value
     if isinstance(hint, types.UnionType):  # only `X | None` is used
         return value if value is None else _checked(typing.get_args(hint)[0], value, name)
+    if typing.get_origin(hint) is tuple:  # only `tuple[X, ...]` is used; one X alone is a list of one
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_checked(typing.get_args(hint)[0], item, name) for item in items)
     if typing.get_origin(hint) is not None:
         hint = typing.get_origin(hint)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import json
 import time
@@ -12,13 +13,15 @@ import pytest
 import torch
 
 from freda.cli import run
-from freda.config import DecodeConfig, MethodConfig, ModelConfig
+from freda.config import CorpusConfig, DecodeConfig, MethodConfig, ModelConfig
+from freda.data.shards import Manifest
+from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
 from freda.eval.compare import compare
 from freda.eval.evaluate import evaluate
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, math500, mbpp, mmlu
+from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, load_examples, math500, mbpp, mmlu, sums
 from freda.eval.tasks.task import Example, checksum, json_rows
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel, save_model
@@ -83,8 +86,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         table = csv.writer(file)
         table.writerow(["Id", *gpqa.COLUMNS])
         table.writerows([[n, f"Question {n}?", f"right {n}", "wrong a", "wrong b", "wrong c"] for n in range(25)])
-    for task, count in ((math500, 3), (humaneval, 1), (humaneval_plus, 1), (mbpp, 5), (gpqa, 25)):
+    corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
+    Manifest({"corpus": corpus}, 8, 0, 0, "", {}).write(tmp_path)
+    for task, count in ((math500, 3), (humaneval, 1), (humaneval_plus, 1), (mbpp, 5), (gpqa, 25), (sums, 12)):
         monkeypatch.setattr(task, "ROWS", count)
+    for task in TASKS.values():
+        monkeypatch.setattr(task, "CHECKSUM", "")  # these are not the published questions
     monkeypatch.setattr(gsm8k, "ROWS", 2)
     monkeypatch.setattr(mmlu, "ROWS", 4)
     monkeypatch.setattr(mmlu, "SUBJECTS", 2)
@@ -244,6 +251,35 @@ def test_what_is_asked_has_a_checksum(data: Path) -> None:
     assert checksum(gsm8k.load(data)) != first
 
 
+def test_word_problems_are_those_that_the_shards_hold_out(data: Path) -> None:
+    examples = sums.load(data)
+    expected = problems("test", 12, steps=2, max_number=60, seed=0)
+    assert [(e.prompt, e.gold) for e in examples] == [(p.prompt, str(p.answer)) for p in expected]
+    right, wrong = examples[0].gold, str(int(examples[0].gold) + 1)
+    texts = [f" 1 + 1 = {wrong}. The answer is {right}.", f"The answer is {right}. The answer is {wrong}.", right]
+    graded = sums.grade_all([examples[0]] * 3, texts)
+    assert [one.correct for one in graded] == [True, False, False]
+    assert graded[1].reason == f"{wrong} is not {right}" and graded[2].reason.startswith("no 'The answer is'")
+    Manifest({"corpus": {"generator": 0}}, 8, 0, 0, "", {}).write(data)
+    with pytest.raises(FredaError, match="was made by version 0 of the generator, this is 1"):
+        sums.load(data)
+    Manifest({"source.web": {}}, 8, 0, 0, "", {}).write(data)
+    with pytest.raises(FredaError, match="holds no word problems"):
+        sums.load(data)
+
+
+def test_other_questions_than_the_published_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gsm8k, "CHECKSUM", checksum(gsm8k.load(data))[:16])
+    assert len(load_examples(gsm8k, data, 0)) == 2 and len(load_examples(gsm8k, data, 1)) == 1
+    assert self_check(gsm8k, data).published
+    changed = [QUESTIONS[0] | {"answer": "#### 8"}, QUESTIONS[1]]
+    (data / "gsm8k" / "test.jsonl").write_text("\n".join(map(json.dumps, changed)))
+    with pytest.raises(FredaError, match=r"questions of gsm8k are not the published ones .* with --unpublished"):
+        load_examples(gsm8k, data, 1)
+    assert load_examples(gsm8k, data, 1, unpublished=True)[0].gold == "8"
+    assert self_check(gsm8k, data).published is False and self_check(mmlu, data).published is None
+
+
 def test_files_that_are_not_the_benchmark_are_refused(data: Path) -> None:
     path = data / "gsm8k" / "test.jsonl"
     for content, message in (
@@ -307,6 +343,11 @@ def test_the_score_does_not_depend_on_the_batch_size(name: str, data: Path, mode
     for first, second in zip(answers(tmp_path / "1"), answers(tmp_path / "3"), strict=True):
         scores = [line.pop("log_probs", [0.0]) for line in (first, second)]
         assert first == second and scores[0] == pytest.approx(scores[1], abs=1e-4)
+    assert one["also"] == ({"flexible": 0.0} if name == "gsm8k" else {})
+    assert {part: found["n"] for part, found in one["groups"].items()} == (
+        {"boats": 2, "old_ships": 2} if name == "mmlu" else {}
+    )
+    assert answers(tmp_path / "1")[0]["prompt"] == examples[0].prompt
     assert one["n"] == len(examples) and one["nfe"] > 0 and len(one["prompts"]) == min(3, len(examples))
     assert json.loads((tmp_path / "1" / "results.json").read_text()) == one
 

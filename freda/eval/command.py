@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from freda.config import DecodeConfig
+from freda.config import DecodeConfig, SweepFile
 from freda.errors import FredaError, require
+from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate
+from freda.eval.figures import draw
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS
-from freda.eval.tasks.task import Task
+from freda.eval.sweep import read_sweep, run_sweep
+from freda.eval.tables import TABLES, Sweep, as_csv, as_markdown
+from freda.eval.tasks import TASKS, load_examples, tasks_named
 from freda.model.transformer import pick_device
 from freda.model.weights import DTYPES, load_model, resolve_model_folder
 
-
-def tasks_named(names: Sequence[str]) -> list[Task]:
-    """The tasks of these names; all if there is none."""
-    unknown = next((name for name in names if name not in TASKS), None)
-    if unknown is not None:
-        raise FredaError(f"there is no task {unknown!r}; use one of {', '.join(TASKS)}")
-    return [TASKS[name] for name in names or TASKS]
+PUBLISHED = {True: " as published", False: ", not the published questions", None: ""}
 
 
 def check_graders(names: Sequence[str], data: Path) -> bool:
@@ -40,12 +37,19 @@ def check_graders(names: Sequence[str], data: Path) -> bool:
         verdict = "ok" if found.passed else "WRONG"
         print(
             f"{found.task:<16} {verdict:<6} references {found.references:,}/{found.n:,}, wrong answers {found.wrong}"
-            f"{guess}; {found.seconds:.1f} s, checksum {found.checksum[:8]}"
+            f"{guess}; {found.seconds:.1f} s, checksum {found.checksum[:8]}{PUBLISHED[found.published]}"
         )
         for failure in found.failures:
             print(f"    {failure}")
         trusted = trusted and found.passed
     return trusted
+
+
+def download_tasks(names: Sequence[str], data: Path) -> None:
+    """Get the files of the named tasks, or of all that the Hub has, that are not in `data`; their paths on stdout."""
+    for name in [task.NAME for task in tasks_named(names)] if names else FETCH:
+        for path in download(TASKS[name], data):
+            print(path)
 
 
 def evaluate_tasks(
@@ -56,6 +60,7 @@ def evaluate_tasks(
     settings: dict[str, Any],
     *,
     limit: int,
+    unpublished: bool,
     batch_size: int,
     device: str,
     dtype: str,
@@ -67,15 +72,15 @@ def evaluate_tasks(
     folder = out or resolve_model_folder(path) / "eval"
     loaded = load_model(path, pick_device(device), DTYPES[dtype])
     for task in tasks:
-        examples = task.load(data)
-        examples = examples[:limit] if limit else examples
+        examples = load_examples(task, data, limit, unpublished=unpublished)
         place = folder / task.NAME
         found = evaluate(
             loaded, task, examples, place, settings=decoding, batch_size=batch_size, progress=_progress(task.NAME)
         )
+        also = "".join(f", {rule} {100 * share:.2f}" for rule, share in found["also"].items())
         print(
             f"{task.NAME}: {100 * found['accuracy']:.2f} ± {100 * found['standard_error']:.2f} "
-            f"({found['correct']} of {found['n']}), {found['tpf']:.2f} tokens per forward; {place}"
+            f"({found['correct']} of {found['n']}){also}, {found['tpf']:.2f} tokens per forward; {place}"
         )
 
 
@@ -87,3 +92,35 @@ def _progress(name: str) -> Any:
         print(f"{name}: {done:,} of {total:,}, {100 * share:.1f}% right so far", end=last, file=sys.stderr, flush=True)
 
     return show
+
+
+def measure_sweep(
+    file: SweepFile,
+    data: Path,
+    out: Path,
+    *,
+    unpublished: bool,
+    note: Callable[[str], None],
+    device: str,
+    dtype: str,
+) -> None:
+    """Run a sweep to its end."""
+    require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+    where, precision = pick_device(device), DTYPES[dtype]
+    run_sweep(file, data, out, device=where, dtype=precision, unpublished=unpublished, note=note)
+
+
+def draw_sweep(source: Path, out: Path) -> list[Path]:
+    """Tables and figures of a sweep, from its file; returns what was written."""
+    sweep = Sweep(read_sweep(source))
+    out.mkdir(parents=True, exist_ok=True)
+    made = []
+    for part in sweep.config.parts:
+        tables = [table(sweep) for table in TABLES[part]]
+        for name, table in zip((part, f"{part}-summary"), tables, strict=False):
+            made.append(out / f"{name}.csv")
+            made[-1].write_text(as_csv(table), encoding="utf-8")
+        made.append(out / f"{part}.md")
+        made[-1].write_text("\n".join(map(as_markdown, tables)), encoding="utf-8")
+        made += draw(sweep, part, out)
+    return made

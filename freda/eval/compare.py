@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +31,17 @@ class Compared(NamedTuple):
 
 def compare(first: Path, second: Path) -> Compared:
     """Compare the answers in two folders that `freda eval` made."""
-    heads, samples = zip(_read(first), _read(second), strict=True)
+    heads, samples = zip(read_verdicts(first), read_verdicts(second), strict=True)
     for key in ("task", "checksum"):
         one, other = (head[key] for head in heads)
         require(one == other, f"{first} and {second} were not asked the same: {key} {one} and {other}")
     left, right = samples
     require(left.keys() == right.keys(), f"{first} has {len(left)} answers, {second} {len(right)}; let both finish")
-    pairs = [(left[name], right[name]) for name in left]
+    return compared([(left[name], right[name]) for name in left])
+
+
+def compared(pairs: Sequence[tuple[bool, bool]]) -> Compared:
+    """Compare verdicts question by question."""
     n, only = len(pairs), (sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs))
     mean = (only[1] - only[0]) / n
     error = math.sqrt(max(0.0, sum(only) / n - mean**2) / n)
@@ -58,7 +63,7 @@ def compared_line(found: Compared) -> str:
     )
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, bool]]:
+def read_verdicts(folder: Path) -> tuple[dict[str, Any], dict[str, bool]]:
     """What was asked, and which answers are right."""
     path = folder / SAMPLES
     if not path.is_file():

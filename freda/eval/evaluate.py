@@ -115,13 +115,19 @@ def _generate(
         return any(stop in text for stop in task.STOPS)
 
     made: list[Output] = generate(
-        loaded.model, method, loaded.method, asked, stop_ids=tokenizer.stop_ids, stopped=stopped
+        loaded.model,
+        method,
+        loaded.method,
+        asked,
+        stop_ids=tokenizer.stop_ids,
+        stopped=stopped if task.STOPS else None,
     )
     return [
         {
             "output": cut_completion(tokenizer.decode(output.tokens), task.STOPS),
             "tokens": len(output.tokens),
             "nfe": output.nfe,
+            "drafts": output.nfe if method.DRAFTS else 0,  # committing goes with the next block's first draft
             "finish": output.finish,
         }
         for output in made
@@ -138,7 +144,7 @@ def _choose(
     scores = choice_log_probs(loaded, contexts, [choices] * len(contexts))
     best = scores.argmax(-1).tolist()
     return [
-        {"output": task.CHOICES[index], "tokens": 1, "nfe": 1, "finish": "choice", "log_probs": row}
+        {"output": task.CHOICES[index], "tokens": 1, "nfe": 1, "drafts": 0, "finish": "choice", "log_probs": row}
         for index, row in zip(best, scores.tolist(), strict=True)
     ]
 
@@ -154,11 +160,14 @@ def _one_token(loaded: LoadedModel, prompt: str, choice: str) -> int:
 def _sample(example: Example, line: dict[str, Any], verdict: Graded, seconds: float) -> dict[str, Any]:
     return {
         "id": example.id,
+        "group": example.group,
+        "prompt": example.prompt,
         **line,
         "gold": example.gold,
         "answer": verdict.answer,
         "correct": verdict.correct,
         "reason": verdict.reason,
+        "also": dict(verdict.also),
         "seconds": round(seconds, 4),
     }
 
@@ -170,8 +179,17 @@ def _summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "accuracy": share,
         "standard_error": math.sqrt(share * (1 - share) / n),
         "correct": right,
+        "also": {rule: sum(sample["also"][rule] for sample in samples) / n for rule in samples[0]["also"]},
+        "groups": _by_group(samples),
         "nfe": nfe / n,
         "tpf": sum(sample["tokens"] for sample in samples) / nfe,
         "seconds": round(sum(sample["seconds"] for sample in samples), 2),
         "finish": dict(Counter(sample["finish"] for sample in samples)),
     }
+
+
+def _by_group(samples: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Accuracy of each part of the benchmark, where it has parts."""
+    names = sorted({sample["group"] for sample in samples} - {""})
+    parts = {name: [sample["correct"] for sample in samples if sample["group"] == name] for name in names}
+    return {name: {"n": len(right), "accuracy": sum(right) / len(right)} for name, right in parts.items()}

@@ -8,7 +8,7 @@ shows what a pass adds apart from how errors add up over a text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from freda.data.loader import Batch
 from freda.data.synthetic import Problem, grade
-from freda.data.tokenizer import Tokenizer
 from freda.decode.generate import Output, Request, generate
 from freda.methods import METHODS
 from freda.methods.autoregressive import next_token_logits
@@ -72,11 +71,12 @@ def score(right: Sequence[bool], outputs: Sequence[Output], seconds: float) -> S
 @torch.no_grad()
 def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int) -> float:
     """Share of solution tokens that are the written ones after `passes` passes over the true prefix."""
-    batch, given = solution_batch(loaded.tokenizer, problems, loaded.method.block_size)
-    device = loaded.model.embed_tokens.weight.device
-    batch, given = Batch(*(part.to(device) for part in batch)), given.to(device)
-    drafts = METHODS[loaded.method.name].DRAFTS
-    made = _blocks(loaded, batch, given, passes) if drafts else _next_tokens(loaded, batch)
+    texts = [(problem.prompt, problem.document) for problem in problems]
+    batch, given = solution_batch(loaded, texts)
+    if METHODS[loaded.method.name].DRAFTS:
+        *_, made = teacher_forced(loaded, batch, given, passes)
+    else:
+        made = _next_tokens(loaded, batch)
     counted = ~given & (batch.document >= 0) & ~batch.fill
     return float(((made == batch.tokens) & counted).sum() / counted.sum())
 
@@ -87,12 +87,21 @@ def _next_tokens(loaded: LoadedModel, batch: Batch) -> Tensor:
     return made
 
 
-def _blocks(loaded: LoadedModel, batch: Batch, given: Tensor, passes: int) -> Tensor:
-    """All blocks of all rows drafted at once, exactly `passes` times, each over its true prefix."""
+@torch.no_grad()
+def teacher_forced(
+    loaded: LoadedModel, batch: Batch, given: Tensor, passes: int, *, clean_draft: bool = False
+) -> Iterator[Tensor]:
+    """All blocks of all rows drafted at once, each over its true prefix: the tokens (R, L) after every pass.
+
+    The drafts begin blank, or with `clean_draft` as the true text, shown as surely as given tokens.
+    """
     model, config = loaded.model, loaded.method
     method, shape = METHODS[config.name], (-1, config.block_size)
     clean = clean_half(model, batch, config.block_size)
-    draft = start(batch.tokens.view(shape), given.view(shape), model.blank_id)
+    tokens = batch.tokens.view(shape)
+    draft = start(tokens, given.view(shape), model.blank_id)
+    if clean_draft:
+        draft = draft._replace(ids=tokens, prob=torch.ones_like(draft.prob))
     rules = Rules(
         torch.full_like(draft.passes, passes),
         torch.full_like(draft.passes, 2, dtype=torch.float32),
@@ -102,19 +111,22 @@ def _blocks(loaded: LoadedModel, batch: Batch, given: Tensor, passes: int) -> Te
         ids, alpha = (part.view_as(batch.tokens) for part in method.rows(draft, config))
         logits = draft_logits(model, soft_embedding(model, ids, alpha, rescale=config.rescale), clean)
         draft = method.update(draft, predict(logits.view(*draft.ids.shape, -1)), rules)
-    return draft.ids.view_as(batch.tokens)
+        yield draft.ids.view_as(batch.tokens)
 
 
-def solution_batch(tokenizer: Tokenizer, problems: Sequence[Problem], align: int) -> tuple[Batch, Tensor]:
-    """One problem a row, filled with EOS to whole blocks, and which tokens belong to the prompt, (R, L)."""
-    texts = [tokenizer.encode(problem.document) for problem in problems]
-    prompts = [len(tokenizer.encode(problem.prompt)) for problem in problems]
-    filled = [-(-(len(text) + 1) // align) * align for text in texts]
+def solution_batch(loaded: LoadedModel, texts: Sequence[tuple[str, str]]) -> tuple[Batch, Tensor]:
+    """One text a row, filled with EOS to whole blocks, and which tokens belong to its prompt, (R, L); `texts` are pairs
+    of a prompt and the whole text that begins with it."""
+    tokenizer, align = loaded.tokenizer, loaded.method.block_size
+    wholes = [tokenizer.encode(whole) for _, whole in texts]
+    prompts = [len(tokenizer.encode(prompt)) for prompt, _ in texts]
+    filled = [-(-(len(text) + 1) // align) * align for text in wholes]
     width = max(filled)
-    place = torch.arange(width).expand(len(texts), -1)
-    tokens = torch.tensor([text + [tokenizer.eos_id] * (width - len(text)) for text in texts])
-    ends, lengths = (torch.tensor(counts)[:, None] for counts in (filled, [len(text) for text in texts]))
+    device = loaded.model.embed_tokens.weight.device
+    place = torch.arange(width, device=device).expand(len(wholes), -1)
+    tokens = torch.tensor([text + [tokenizer.eos_id] * (width - len(text)) for text in wholes], device=device)
+    ends, lengths, given = (
+        torch.tensor(counts, device=device)[:, None] for counts in (filled, [len(text) for text in wholes], prompts)
+    )
     document = torch.where(place < ends, 0, -1).int()
-    return Batch(tokens, document, place.int(), (place > lengths) & (place < ends)), place < torch.tensor(prompts)[
-        :, None
-    ]
+    return Batch(tokens, document, place.int(), (place > lengths) & (place < ends)), place < given

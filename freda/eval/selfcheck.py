@@ -25,6 +25,7 @@ class Checked:
     wrong: int
     guessed: float | None  # share of random choices that are right; None where the answer is generated
     checksum: str
+    published: bool | None  # is that the checksum of the published questions? None where it is not known
     seconds: float
     failures: list[str]  # ids and reasons of the first references that are not right
 
@@ -38,6 +39,7 @@ class Checked:
 def self_check(task: Task, folder: Path, *, seed: int = 0) -> Checked:
     """Grade the references, a constant wrong answer and, where there are choices, random ones."""
     begun, examples = time.perf_counter(), task.load(folder)
+    found = checksum(examples)
     graded = task.grade_all(examples, [task.reference(example) for example in examples])
     wrong = task.grade_all(examples, [WRONG] * len(examples))
     return Checked(
@@ -46,7 +48,8 @@ def self_check(task: Task, folder: Path, *, seed: int = 0) -> Checked:
         references=sum(one.correct for one in graded),
         wrong=sum(one.correct for one in wrong),
         guessed=_guessed(task, examples, seed) if task.CHOICES else None,
-        checksum=checksum(examples),
+        checksum=found,
+        published=found.startswith(task.CHECKSUM) if task.CHECKSUM else None,
         seconds=time.perf_counter() - begun,
         failures=[f"{e.id}: {g.reason}" for e, g in zip(examples, graded, strict=True) if not g.correct][:5],
     )

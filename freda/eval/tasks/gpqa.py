@@ -13,11 +13,25 @@ from pathlib import Path
 
 from freda.errors import FredaError
 from freda.eval.tasks.mmlu import CHOICES, grade_all, reference
-from freda.eval.tasks.task import Example, check_rows
+from freda.eval.tasks.task import Example, Kind, check_rows
 
-__all__ = ["CHOICES", "MAX_NEW_TOKENS", "NAME", "ROWS", "SHOTS", "STOPS", "grade_all", "load", "reference"]
+__all__ = [
+    "CHECKSUM",
+    "CHOICES",
+    "KIND",
+    "MAX_NEW_TOKENS",
+    "NAME",
+    "ROWS",
+    "SHOTS",
+    "STOPS",
+    "grade_all",
+    "load",
+    "reference",
+]
 
 NAME = "gpqa_diamond"
+KIND: Kind = "knowledge"
+CHECKSUM = ""  # the questions are not public
 ROWS = 198
 SHOTS = 5
 STOPS: tuple[str, ...] = ()

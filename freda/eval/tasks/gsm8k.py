@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from freda.eval.tasks.task import Example, Graded, check_rows, json_rows, worked_examples
+from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows, worked_examples
 
 NAME = "gsm8k"
+KIND: Kind = "mathematics"
+CHECKSUM = "79e2b09803333a98"
 ROWS = 1319
 SHOTS = 4
 STOPS = ("Q:", "\n\n")
@@ -43,8 +45,11 @@ def gold_of(answer: str) -> str:
 
 
 def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
-    """Every text by itself."""
-    return [grade(example, text) for example, text in zip(examples, texts, strict=True)]
+    """Every text by itself: strict match, and flexible match beside it."""
+    return [
+        grade(example, text)._replace(also={"flexible": grade_flexible(example, text).correct})
+        for example, text in zip(examples, texts, strict=True)
+    ]
 
 
 def grade(example: Example, text: str) -> Graded:

@@ -8,9 +8,11 @@ from typing import Any
 
 from freda.eval.code import HUMANEVAL_STOPS, cut_completion, humaneval_program
 from freda.eval.sandbox import run_many
-from freda.eval.tasks.task import Example, Graded, check_rows, json_rows
+from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows
 
 NAME = "humaneval"
+KIND: Kind = "coding"
+CHECKSUM = "6efad16b3d4c5a25"
 ROWS = 164
 SHOTS = 0
 STOPS = HUMANEVAL_STOPS

@@ -11,11 +11,25 @@ from pathlib import Path
 
 from freda.eval.code import humanevalplus_program
 from freda.eval.tasks.humaneval import CHOICES, MAX_NEW_TOKENS, ROWS, SHOTS, STOPS, executed, reference
-from freda.eval.tasks.task import Example, Graded, check_rows, json_rows
+from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows
 
-__all__ = ["CHOICES", "MAX_NEW_TOKENS", "NAME", "ROWS", "SHOTS", "STOPS", "grade_all", "load", "reference"]
+__all__ = [
+    "CHECKSUM",
+    "CHOICES",
+    "KIND",
+    "MAX_NEW_TOKENS",
+    "NAME",
+    "ROWS",
+    "SHOTS",
+    "STOPS",
+    "grade_all",
+    "load",
+    "reference",
+]
 
 NAME = "humaneval_plus"
+KIND: Kind = "coding"
+CHECKSUM = "efbe56253d1d09fb"
 
 
 def load(folder: Path) -> list[Example]:

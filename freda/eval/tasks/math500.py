@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from freda.errors import FredaError
-from freda.eval.tasks.task import Example, Graded, check_rows, json_rows, worked_examples
+from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows, worked_examples
 
 NAME = "math500"
+KIND: Kind = "mathematics"
+CHECKSUM = "74fb98f251488617"
 ROWS = 500
 SHOTS = 4
 STOPS = ("Problem:", "I hope it is correct.")
@@ -35,7 +38,13 @@ def load(folder: Path) -> list[Example]:
     check_rows(path, rows, ROWS)
     head = worked_examples(shots, "Problem:\n{problem}\n\nSolution:\n{solution}\n\n", SHOTS)
     return [
-        Example(f"math500/{number}", f"{head}Problem:\n{row['problem']}\n\nSolution:", row["answer"], row)
+        Example(
+            f"math500/{number}",
+            f"{head}Problem:\n{row['problem']}\n\nSolution:",
+            row["answer"],
+            row,
+            row.get("subject", ""),
+        )
         for number, row in enumerate(rows)
     ]
 
@@ -60,7 +69,10 @@ def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]
 def _verdicts(pairs: Sequence[tuple[str, str]]) -> dict[int, bool | None]:
     """Verdicts by number: all, or, when an answer makes its process hang, None for it and what is done so far."""
     found: dict[int, bool | None] = {}
-    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    workers = min(os.cpu_count() or 1, len(pairs))
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for ready in [pool.submit(same, "1", "1") for _ in range(workers)]:
+            ready.result()  # a process that is still starting, on a busy machine, must not use up an answer's time
         futures = [pool.submit(same, *pair) for pair in pairs]
         for number, future in enumerate(futures):
             try:

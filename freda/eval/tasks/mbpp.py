@@ -12,9 +12,11 @@ from typing import Any
 
 from freda.eval.code import mbpp_program
 from freda.eval.tasks.humaneval import executed
-from freda.eval.tasks.task import Example, Graded, check_rows, json_rows
+from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows
 
 NAME = "mbpp"
+KIND: Kind = "coding"
+CHECKSUM = "644756ed1b818db1"
 ROWS = 974
 SHOTS = 3
 STOPS = ("[DONE]", "\nYou are")

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from freda.errors import FredaError
-from freda.eval.tasks.task import Example, Graded, check_rows
+from freda.eval.tasks.task import Example, Graded, Kind, check_rows
 
 NAME = "mmlu"
+KIND: Kind = "knowledge"
+CHECKSUM = "81bdc382b3a0aafd"
 ROWS = 14042
 SUBJECTS = 57
 SHOTS = 5
@@ -34,7 +36,7 @@ def load(folder: Path) -> list[Example]:
         head += "".join(f"{_asked(row)} {row[5]}\n\n" for row in shots)
         for number, row in enumerate(_questions(path)):
             values = dict(zip(("question", "A", "B", "C", "D", "answer"), row, strict=True))
-            examples.append(Example(f"mmlu/{subject}/{number}", head + _asked(row), row[5], values))
+            examples.append(Example(f"mmlu/{subject}/{number}", head + _asked(row), row[5], values, subject))
     check_rows(folder / "mmlu" / "test", examples, ROWS)
     return examples
 

@@ -10,10 +10,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
 
 from freda.data.files import File, open_file, told_if_cut_short
 from freda.errors import FredaError
+
+Kind = Literal["mathematics", "coding", "knowledge"]
 
 
 class Example(NamedTuple):
@@ -23,6 +26,7 @@ class Example(NamedTuple):
     prompt: str
     gold: str
     row: Mapping[str, Any]  # as published
+    group: str = ""  # part of the benchmark that is also counted by itself, for example a subject
 
 
 class Graded(NamedTuple):
@@ -31,13 +35,16 @@ class Graded(NamedTuple):
     correct: bool
     reason: str
     answer: str  # what was taken for the answer; empty if nothing was
+    also: Mapping[str, bool] = MappingProxyType({})  # verdicts by other rules than the headline's
 
 
 class Task(Protocol):
     """The names of a task's module."""
 
     NAME: str
+    KIND: Kind  # the panel of a figure it belongs to
     ROWS: int  # of the published file; fewer or more are an error
+    CHECKSUM: str  # of all questions as published, its first digits; empty where that is not known
     SHOTS: int
     STOPS: tuple[str, ...]  # texts that end an answer
     MAX_NEW_TOKENS: int
@@ -84,6 +91,16 @@ def check_rows(path: Path, rows: Sequence[object], expected: int) -> None:
     """A benchmark with rows missing gives another number under the same name."""
     if len(rows) != expected:
         raise FredaError(f"{path} has {len(rows)} rows, the benchmark {expected}; get the whole file")
+
+
+def check_published(task: Task, examples: Sequence[Example]) -> None:
+    """Refuse files with as many rows as the benchmark, but other questions, answers or exemplars."""
+    found = checksum(examples)
+    if not found.startswith(task.CHECKSUM):
+        raise FredaError(
+            f"the questions of {task.NAME} are not the published ones (checksum {found[:16]}, not {task.CHECKSUM}); "
+            f"get the files again, or ask them as they are with --unpublished"
+        )
 
 
 def checksum(examples: Sequence[Example]) -> str:

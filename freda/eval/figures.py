@@ -1,0 +1,292 @@
+"""The figures of a sweep, from its `sweep.json` alone, as PNG and SVG.
+
+One colour is one system in all figures. Bands and bars are one standard error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from freda.errors import missing_package
+from freda.eval import published
+from freda.eval.sweep import NEVER
+from freda.eval.tables import (
+    OVERALL,
+    Score,
+    Sweep,
+    envelope,
+    pareto_panels,
+    pareto_scores,
+)
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # told apart by all eyes
+MARKERS = "osD^vPX"
+GREY = "#8c8c8c"
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "freda",  # the same data, the same file
+}
+PANEL = (2.7, 2.35)  # inches
+
+
+def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:
+    """Draw a part of the sweep as PNG and SVG; nothing where there is nothing to draw."""
+    with _style() as plt:
+        figure = DRAWINGS[part](plt, sweep)
+        if figure is None:
+            return []
+        paths = [folder / f"{part}.{kind}" for kind in ("png", "svg")]
+        figure.savefig(paths[0], dpi=200, metadata={"Software": None})
+        figure.savefig(paths[1], metadata={"Date": None, "Creator": None})
+        plt.close(figure)
+    return paths
+
+
+@contextmanager
+def _style() -> Iterator[Any]:
+    try:
+        import matplotlib
+    except ImportError:
+        raise missing_package("matplotlib", "plot") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
+        yield plt
+
+
+def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[Any]]:
+    """A row of panels under one legend; the legend is put there by `_legend`."""
+    columns = -(-len(titles) // rows)
+    size = (max(4.2, PANEL[0] * columns), PANEL[1] * rows + 0.45)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    flat = list(axes.flat)
+    for axis, title in zip(flat, titles, strict=False):
+        axis.set_title(title)
+    for axis in flat[len(titles) :]:
+        axis.set_visible(False)
+    return figure, flat[: len(titles)]
+
+
+def _legend(figure: Any, axes: Sequence[Any]) -> None:
+    entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=min(4, len(entries)))
+
+
+def _look(sweep: Sweep, system: str) -> dict[str, Any]:
+    place = list(sweep.systems).index(system)
+    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "label": system}
+
+
+def _band(axis: Any, x: Sequence[float], scores: Sequence[Score], **look: Any) -> None:
+    """A line with its standard error."""
+    middle, error = [score.accuracy for score in scores], [score.error for score in scores]
+    axis.plot(x, middle, **look)
+    low, high = ([m + sign * e for m, e in zip(middle, error, strict=True)] for sign in (-1, 1))
+    axis.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------
+
+
+def main_figure(plt: Any, sweep: Sweep) -> Any:
+    """Every system on every task, with error bars; the paper's numbers in grey where it has them."""
+    figure, axes = _panels(plt, list(sweep.tasks), rows=-(-len(sweep.tasks) // 4))
+    for axis, task in zip(axes, sweep.tasks, strict=True):
+        names: list[str] = []
+        for system in sweep.systems:
+            score = sweep.score(system, task, sweep.main(system))
+            if score is not None:
+                look = {**_look(sweep, system), "label": None}
+                axis.errorbar(score.accuracy, len(names), xerr=score.error, capsize=2.5, **look)
+                axis.annotate(f"{score.accuracy:.1f}", (score.accuracy, len(names)), (0, 5), **_above())
+                names.append(system)
+        if task in published.TASKS:
+            for name, values in published.MAIN.items():
+                value = values[published.TASKS.index(task)]
+                axis.plot(value, len(names), "|", color=GREY, markersize=9, markeredgewidth=2)
+                axis.annotate(f"{value:.1f}", (value, len(names)), (0, 5), **_above(GREY))
+                names.append(f"paper: {name}")
+        axis.set_yticks(range(len(names)), names if axis in axes[:: len(axes)] or len(axes) == 1 else [])
+        axis.set_ylim(len(names) - 0.4, -0.6)
+        axis.margins(x=0.15)
+        axis.set_xlabel("right answers (%)")
+    return figure
+
+
+def passes_figure(plt: Any, sweep: Sweep) -> Any:
+    """Figure iter-scaling. Above the points: what the better of the refining systems has gained since one pass."""
+    panels = list(sweep.panels())
+    figure, axes = _panels(plt, [panel.capitalize() for panel in panels])
+    for axis, panel in zip(axes, panels, strict=True):
+        best: dict[int, float] = {}
+        for system in sweep.systems:
+            found = [(s.passes, sweep.score(system, panel, s)) for s in sweep.settings("passes", system)]
+            known = [(passes, score) for passes, score in found if score is not None]
+            if not known:
+                _level(axis, sweep, system, panel)
+                continue
+            _band(axis, [passes for passes, _ in known], [score for _, score in known], **_look(sweep, system))
+            if sweep.methods[system].REFINES:
+                for passes, score in known:
+                    best[passes] = max(best.get(passes, 0.0), score.accuracy)
+        for passes, accuracy in best.items():
+            if passes != min(best):
+                text = f"{accuracy - best[min(best)]:+.1f}"
+                axis.annotate(text, (passes, accuracy), (0, 6), **_above())
+        if panel == OVERALL:
+            axis.plot(*zip(*published.PASSES.items(), strict=True), "--x", color=GREY, label="paper (4B)")
+        _mark_early_stop(axis, sweep)
+        axis.set_xlabel("passes per block")
+        axis.margins(y=0.15)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_ylabel("right answers (%)")
+    _legend(figure, axes)
+    return figure
+
+
+def _level(axis: Any, sweep: Sweep, system: str, panel: str) -> None:
+    """A system that knows no passes, as a dashed level."""
+    score = sweep.score(system, panel, sweep.main(system))
+    if score is not None:
+        axis.axhline(score.accuracy, linestyle="--", color=_look(sweep, system)["color"], label=system, linewidth=1.1)
+
+
+def _mark_early_stop(axis: Any, sweep: Sweep) -> None:
+    """A dotted line where the early stop is switched off."""
+    settings = [setting for system in sweep.systems for setting in sweep.settings("passes", system)]
+    stops = {s.passes for s in settings if s.threshold < NEVER}
+    off = {s.passes for s in settings if s.threshold >= NEVER} - stops
+    if stops and off:
+        axis.axvline((max(stops) + min(off)) / 2, color=GREY, linestyle=":", linewidth=1)
+
+
+def pareto_figure(plt: Any, sweep: Sweep) -> Any:
+    """Figure pareto-frontier: all points faint, the frontier as a line."""
+    panels = pareto_panels(sweep)
+    figure, axes = _panels(plt, panels, rows=-(-len(panels) // 4))
+    for axis, panel in zip(axes, panels, strict=True):
+        for system in sweep.systems:
+            scores, look = [score for _, score in pareto_scores(sweep, system, panel)], _look(sweep, system)
+            best = envelope(scores)
+            axis.scatter([s.tpf for s in scores], [s.accuracy for s in scores], s=9, color=look["color"], alpha=0.25)
+            axis.plot([s.tpf for s in best], [s.accuracy for s in best], **look)
+            if best and system == sweep.baseline:
+                axis.axhline(max(s.accuracy for s in best), color=look["color"], linestyle=":", linewidth=1)
+        axis.set_xlabel("tokens per forward")
+        axis.margins(0.08)
+    axes[0].set_ylabel("right answers (%)")
+    _legend(figure, axes)
+    return figure
+
+
+def stability_figure(plt: Any, sweep: Sweep) -> Any:
+    """Tokens that each pass mends and spoils, and how much of a clean draft it keeps."""
+    if not sweep.stability:
+        return None
+    titles = ("Right tokens", "Changed by a pass", "Clean draft kept")
+    figure, axes = _panels(plt, titles)
+    tasks = list(dict.fromkeys(found["task"] for found in sweep.stability))
+    dashes = dict(zip(tasks, ("-", "--", ":", "-.", "-", "--", ":", "-."), strict=False))
+    for found in sweep.stability:
+        if found["model"] > 0:
+            continue  # the first seed stands for all: the table has every one
+        system, task = found["system"], found["task"]
+        passes = [row["pass"] for row in found["rows"]]
+        look = _look(sweep, system) | {"linestyle": dashes[task]}
+        look["label"] = system if len(tasks) == 1 else f"{system}, {task}"
+        for axis, name in zip(axes, ("right", "mended", "kept"), strict=True):
+            first = 1 if name == "mended" else 0  # the first pass fills blanks
+            axis.plot(passes[first:], [100 * row[name] for row in found["rows"]][first:], **look)
+        spoiled = [100 * row["spoiled"] for row in found["rows"]][1:]
+        axes[1].plot(passes[1:], spoiled, **(look | {"label": None, "alpha": 0.45, "markerfacecolor": "white"}))
+    axes[1].annotate("filled: mended, open: spoiled", (0.98, 0.95), xycoords="axes fraction", ha="right", fontsize=7.5)
+    axes[0].set_ylabel("tokens of published answers (%)")
+    for axis in axes:
+        axis.set_xlabel("pass")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    _legend(figure, axes)
+    return figure
+
+
+def tau_figure(plt: Any, sweep: Sweep) -> Any:
+    """Table alpha_ablation as curves, the paper's in grey."""
+    scoring = [system for system in sweep.systems if sweep.methods[system].SCORES]
+    if not scoring:
+        return None
+    panels = list(sweep.panels())
+    figure, axes = _panels(plt, [panel.capitalize() for panel in panels])
+    for axis, panel in zip(axes, panels, strict=True):
+        for system in sweep.systems:
+            if not sweep.methods[system].REFINES:
+                continue
+            found = [(s.tau, sweep.score(system, panel, s)) for s in sweep.settings("tau", system)]
+            known = [(tau, score) for tau, score in found if score is not None]
+            if system not in scoring:
+                _level(axis, sweep, system, panel)
+            elif known:
+                _band(axis, [tau for tau, _ in known], [score for _, score in known], **_look(sweep, system))
+        if panel in published.PANELS and len(panels) > 1:
+            place = published.PANELS.index(panel)
+            curve = [(tau, values[place]) for tau, values in published.TAU.items()]
+            axis.plot(*zip(*curve, strict=True), "--x", color=GREY, label="paper (4B)")
+        axis.set_xscale("symlog", linthresh=0.1)
+        axis.set_xlabel("weight of the scorer, τ")
+        axis.margins(y=0.15)
+    axes[0].set_ylabel("right answers (%)")
+    _legend(figure, axes)
+    return figure
+
+
+def width_figure(plt: Any, sweep: Sweep) -> Any:
+    """Table bon_width_ablation as curves: one for each number of passes."""
+    scoring = [system for system in sweep.systems if sweep.methods[system].SCORES]
+    if not scoring:
+        return None
+    panels = list(sweep.panels())
+    figure, axes = _panels(plt, [panel.capitalize() for panel in panels])
+    for axis, panel in zip(axes, panels, strict=True):
+        for system in scoring:
+            settings = sweep.settings("width", system)
+            for number, passes in enumerate(dict.fromkeys(setting.passes for setting in settings)):
+                found = [(s.width, sweep.score(system, panel, s)) for s in settings if s.passes == passes]
+                known = [(width, score) for width, score in found if score is not None]
+                look = _look(sweep, system) | {"label": f"{system}, {passes} passes", "marker": MARKERS[number]}
+                look["linestyle"] = ("-", "--", ":", "-.")[number % 4]
+                _band(axis, [width for width, _ in known], [score for _, score in known], **look)
+        axis.set_xlabel("candidates, N")
+        axis.margins(y=0.15)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_ylabel("right answers (%)")
+    _legend(figure, axes)
+    return figure
+
+
+def _above(colour: str = "black") -> dict[str, Any]:
+    return {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": colour}
+
+
+DRAWINGS: dict[str, Callable[[Any, Sweep], Any]] = {
+    "main": main_figure,
+    "passes": passes_figure,
+    "pareto": pareto_figure,
+    "stability": stability_figure,
+    "tau": tau_figure,
+    "width": width_figure,
+}

@@ -1,0 +1,363 @@
+"""The tables of a sweep, from its `sweep.json` alone: pure functions of the points, written as CSV and Markdown.
+
+A score of several tasks is the mean over the tasks of a kind, overall the mean over the kinds, as the paper has it.
+Several models of a system are seeds: the score is their mean, its error the standard error over them; with one model it
+is that of the questions asked.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from freda.config import SweepConfig, SystemConfig
+from freda.eval import published
+from freda.eval.compare import Compared, compared
+from freda.eval.sweep import NEVER, PARTS, Point, Setting, canonical, main_setting
+from freda.methods import METHODS
+from freda.sections import build
+
+OVERALL = "overall"
+Cell = str | int | float | None
+
+
+class Table(NamedTuple):
+    """Rows under a heading; numbers are percent unless the heading says otherwise."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[Cell, ...]]
+    note: str = ""
+
+
+class Score(NamedTuple):
+    """Percent of right answers, its standard error, and tokens per forward."""
+
+    accuracy: float
+    error: float
+    tpf: float
+
+
+class Sweep:
+    """The points of a sweep and how to look at them."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        config = content["config"]
+        self.points: list[Point] = content["points"]
+        self.stability: list[dict[str, Any]] = content["stability"]
+        self.tasks: dict[str, dict[str, Any]] = content["tasks"]
+        self.config: SweepConfig = build(SweepConfig, config["sweep"], "sweep.")
+        self.systems: dict[str, SystemConfig] = {
+            name: build(SystemConfig, values, f"system.{name}.") for name, values in config["system"].items()
+        }
+        self.methods = {name: METHODS[about["method"]] for name, about in content["systems"].items()}
+        self.block_size = {name: int(about["block_size"]) for name, about in content["systems"].items()}
+        self.baseline = next((name for name, system in self.systems.items() if system.baseline), None)
+        self.by_place = {(p.system, p.model, p.task, p.setting): p for p in self.points}
+
+    def panels(self) -> dict[str, list[str]]:
+        """The generated tasks by kind; and overall, where there are several kinds."""
+        kinds: dict[str, list[str]] = {}
+        for task, about in self.tasks.items():
+            if not about["choices"]:
+                kinds.setdefault(about["kind"], []).append(task)
+        return kinds | ({OVERALL: []} if len(kinds) > 1 else {})
+
+    def settings(self, part: str, system: str) -> list[Setting]:
+        """What a part of the sweep wants of a system, in its order."""
+        own, method = self.systems[system], self.methods[system]
+        wanted = [canonical(s, own, method) for s in PARTS[part](self.config, own, method, self.block_size[system])]
+        return [s for s in dict.fromkeys(wanted) if any(p.setting == s and p.system == system for p in self.points)]
+
+    def main(self, system: str) -> Setting:
+        """The setting of the main table."""
+        return main_setting(self.systems[system], self.methods[system])
+
+    def score(self, system: str, panel: str, setting: Setting) -> Score | None:
+        """The score of a kind, of all kinds or of one task; None if it was not measured."""
+        kinds = self.panels()
+        groups = [tasks for tasks in kinds.values() if tasks] if panel == OVERALL else [kinds.get(panel, [panel])]
+        seeds = [self._seed(system, model, groups, setting) for model in range(len(self.systems[system].models))]
+        found = [seed for seed in seeds if seed is not None]
+        if not found or len(found) < len(seeds):
+            return None
+        accuracy, error, tpf = (statistics.fmean(values) for values in zip(*found, strict=True))
+        if len(found) > 1:
+            error = statistics.stdev(seed.accuracy for seed in found) / math.sqrt(len(found))
+        return Score(accuracy, error, tpf)
+
+    def _seed(self, system: str, model: int, groups: Sequence[Sequence[str]], setting: Setting) -> Score | None:
+        """One model: mean over the groups of the means over their tasks."""
+        means = []
+        for tasks in groups:
+            found = [self.by_place.get((system, model, task, setting)) for task in tasks]
+            points = [point for point in found if point is not None]
+            if len(points) < len(tasks):
+                return None
+            error = math.sqrt(sum(point.standard_error**2 for point in points)) / len(points)
+            share, tpf = (statistics.fmean(getattr(p, name) for p in points) for name in ("accuracy", "tpf"))
+            means.append(Score(100 * share, 100 * error, tpf))
+        accuracy, _, tpf = (statistics.fmean(values) for values in zip(*means, strict=True))
+        return Score(accuracy, math.sqrt(sum(mean.error**2 for mean in means)) / len(means), tpf)
+
+    def paired(self, system: str, task: str) -> Compared | None:
+        """The system against the baseline, question by question and seed by seed, with the main settings."""
+        if self.baseline is None or system == self.baseline:
+            return None
+        pairs: list[tuple[bool, bool]] = []
+        for model in range(min(len(self.systems[name].models) for name in (self.baseline, system))):
+            first, second = (
+                self.by_place.get((name, model, task, self.main(name))) for name in (self.baseline, system)
+            )
+            if first is None or second is None or len(first.right) != len(second.right):
+                return None
+            pairs += [(a == "1", b == "1") for a, b in zip(first.right, second.right, strict=True)]
+        return compared(pairs)
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------
+
+
+def main_table(sweep: Sweep) -> Table:
+    """Table main_results: every system on every task, and its paired difference from the baseline."""
+    header = ["system", "passes", "threshold", *sweep.tasks, "average", "tokens per forward"]
+    if sweep.baseline:
+        header += [f"{task} − {sweep.baseline}" for task in sweep.tasks]
+    rows: list[tuple[Cell, ...]] = []
+    for system in sweep.systems:
+        setting = sweep.main(system)
+        scores = [sweep.score(system, task, setting) for task in sweep.tasks]
+        known = [score.accuracy for score in scores if score is not None]
+        speed = [s.tpf for s, task in zip(scores, sweep.tasks, strict=True) if s and not sweep.tasks[task]["choices"]]
+        shown: list[Cell] = [system, setting.passes, setting.threshold, *map(with_error, scores)]
+        shown += [mean_of(known), two_digits(statistics.fmean(speed)) if speed else None]
+        if sweep.baseline:
+            shown += [interval(sweep.paired(system, task)) for task in sweep.tasks]
+        rows.append(tuple(shown))
+    places = [published.TASKS.index(task) if task in published.TASKS else None for task in sweep.tasks]
+    if any(place is not None for place in places):
+        for name, values in published.MAIN.items():
+            cells = [None if place is None else values[place] for place in places]
+            known = [cell for cell in cells if cell is not None]
+            padding = [None] * (len(header) - 4 - len(cells))
+            rows.append((f"paper: {name}", None, None, *cells, mean_of(known), *padding))
+    note = "Percent of right answers ± standard error; differences paired by question with 95% intervals, in points."
+    return Table("Main results", tuple(header), rows, note)
+
+
+def passes_table(sweep: Sweep) -> Table:
+    """Figure iter-scaling: accuracy against the number of passes, by kind and overall."""
+    rows: list[tuple[Cell, ...]] = []
+    for panel in sweep.panels():
+        for system in sweep.systems:
+            for setting in sweep.settings("passes", system):
+                score = sweep.score(system, panel, setting)
+                if score is not None:
+                    stop = "off" if setting.threshold >= NEVER else f"{setting.threshold:g}"
+                    cells = (two_digits(score.accuracy), two_digits(score.error), two_digits(score.tpf))
+                    rows.append((panel, system, setting.passes, stop, *cells))
+    if OVERALL in sweep.panels():
+        rows += [(OVERALL, "paper", passes, None, value, None, None) for passes, value in published.PASSES.items()]
+    header = ("panel", "system", "passes", "early stop", "accuracy", "standard error", "tokens per forward")
+    note = "The paper gives overall accuracy with one refinement step and after five, in words."
+    return Table("Accuracy against passes", header, rows, note)
+
+
+def pareto_table(sweep: Sweep) -> Table:
+    """Figure pareto-frontier: every point, and whether no other of its system is both faster and better."""
+    rows: list[tuple[Cell, ...]] = []
+    for panel in pareto_panels(sweep):
+        for system in sweep.systems:
+            scores = pareto_scores(sweep, system, panel)
+            best = envelope([score for _, score in scores])
+            for setting, score in sorted(scores, key=lambda pair: pair[1].tpf):
+                cells = (two_digits(score.tpf), two_digits(score.accuracy), two_digits(score.error))
+                mark = "yes" if score in best else ""
+                rows.append((panel, system, setting.passes, setting.threshold, *cells, mark))
+    header = ("panel", "system", "passes", "threshold", "tokens per forward", "accuracy", "standard error", "frontier")
+    return Table("Speed and quality", header, rows, "Threshold 2 never stops early.")
+
+
+def speed_up_table(sweep: Sweep) -> Table:
+    """How much faster each system is where it is as good as the baseline at its best."""
+    rows: list[tuple[Cell, ...]] = []
+    panels = pareto_panels(sweep)
+    for system in sweep.systems:
+        if sweep.baseline is None or system == sweep.baseline:
+            continue
+        ratios = [
+            speed_up(*([s for _, s in pareto_scores(sweep, name, panel)] for name in (sweep.baseline, system)))
+            for panel in panels
+        ]
+        known = [ratio for ratio in ratios if ratio is not None]
+        mean = two_digits(statistics.fmean(known)) if len(known) == len(ratios) else None
+        rows.append((system, *(two_digits(ratio) for ratio in ratios), mean))
+    low, high = published.SPEED_UP
+    rows.append(("paper: average over diffusion baselines", *[None] * len(panels), f"{low} to {high}"))
+    note = (
+        f"Tokens per forward at the accuracy that {sweep.baseline} reaches at best, over its own there; "
+        f"settings that were measured, nothing between them. Empty: never as good."
+    )
+    return Table("Speed-up at matched accuracy", ("system", *panels, "mean"), rows, note)
+
+
+def stability_table(sweep: Sweep) -> Table:
+    """What every further pass changes, and which answers it turns."""
+    rows: list[tuple[Cell, ...]] = []
+    for found in sweep.stability:
+        for row in found["rows"]:
+            shares = tuple(two_digits(100 * row[name]) for name in ("right", "changed", "mended", "spoiled", "kept"))
+            turned = flips(sweep, found["system"], found["model"], found["task"], int(row["pass"]))
+            rows.append((found["system"], found["model"], found["task"], row["pass"], *shares, *turned))
+    header = ("system", "model", "task", "pass", "right", "changed", "mended", "spoiled", "clean draft kept")
+    note = (
+        "Percent of the tokens of published answers, each block over its true prefix, no early stop. Answers: "
+        "generated ones that this number of passes gets right and one pass less does not, and the other way round."
+    )
+    return Table("Stability", (*header, "answers mended", "answers spoiled"), rows, note)
+
+
+def tau_table(sweep: Sweep) -> Table:
+    """Table alpha_ablation."""
+    rows: list[tuple[Cell, ...]] = []
+    for system in sweep.systems:
+        if not sweep.methods[system].REFINES:
+            continue
+        scores = sweep.methods[system].SCORES
+        for setting in sweep.settings("tau", system):
+            paper = published.TAU.get(setting.tau) if scores else published.SELF_REFINE
+            rows.append((system, setting.tau if scores else None, *_beside_paper(sweep, system, setting, paper)))
+    return Table("Weight of the scorer", ("system", "τ", *_panel_headings(sweep)), rows)
+
+
+def width_table(sweep: Sweep) -> Table:
+    """Table bon_width_ablation."""
+    rows: list[tuple[Cell, ...]] = []
+    for system in sweep.systems:
+        for setting in sweep.settings("width", system):
+            paper = published.WIDTH.get((setting.passes, setting.width))
+            rows.append((system, setting.passes, setting.width, *_beside_paper(sweep, system, setting, paper)))
+    return Table("Number of candidates", ("system", "passes", "width", *_panel_headings(sweep)), rows)
+
+
+TABLES = {
+    "main": [main_table],
+    "passes": [passes_table],
+    "pareto": [pareto_table, speed_up_table],
+    "stability": [stability_table],
+    "tau": [tau_table],
+    "width": [width_table],
+}
+
+
+def _panel_headings(sweep: Sweep) -> list[str]:
+    panels = sweep.panels()
+    return [*panels, *(f"paper: {panel}" for panel in panels if panel in published.PANELS)]
+
+
+def _beside_paper(sweep: Sweep, system: str, setting: Setting, paper: Sequence[float] | None) -> list[Cell]:
+    panels = sweep.panels()
+    ours = [with_error(sweep.score(system, panel, setting)) for panel in panels]
+    places = [published.PANELS.index(panel) for panel in panels if panel in published.PANELS]
+    return [*ours, *(None if paper is None else paper[place] for place in places)]
+
+
+# -- the Pareto frontier ---------------------------------------------------------------------------------------------
+
+
+def pareto_panels(sweep: Sweep) -> list[str]:
+    """One for each generated task."""
+    return [task for tasks in sweep.panels().values() for task in tasks]
+
+
+def pareto_scores(sweep: Sweep, system: str, panel: str) -> list[tuple[Setting, Score]]:
+    """All points of a system."""
+    found = [(setting, sweep.score(system, panel, setting)) for setting in sweep.settings("pareto", system)]
+    return [(setting, score) for setting, score in found if score is not None]
+
+
+def envelope(scores: Sequence[Score]) -> list[Score]:
+    """The scores that no other beats in both accuracy and speed, fastest first."""
+    best: list[Score] = []
+    for score in sorted(scores, key=lambda s: (-s.tpf, -s.accuracy)):
+        if not best or score.accuracy > best[-1].accuracy:
+            best.append(score)
+    return best
+
+
+def speed_up(baseline: Sequence[Score], system: Sequence[Score]) -> float | None:
+    """Tokens per forward of the system over the baseline's, both at the baseline's best accuracy or better."""
+    if not baseline:
+        return None
+    wanted = max(score.accuracy for score in baseline)
+    fastest = [max((s.tpf for s in scores if s.accuracy >= wanted), default=None) for scores in (baseline, system)]
+    if fastest[0] is None or fastest[1] is None:
+        return None
+    return fastest[1] / fastest[0]
+
+
+def flips(sweep: Sweep, system: str, model: int, task: str, passes: int) -> tuple[Cell, Cell]:
+    """Answers that `passes` passes mend and spoil, against one pass less; from the part on passes."""
+    by_passes = {setting.passes: setting for setting in sweep.settings("passes", system)}
+    pair = [sweep.by_place.get((system, model, task, by_passes[k])) for k in (passes - 1, passes) if k in by_passes]
+    if len(pair) < 2 or pair[0] is None or pair[1] is None:
+        return None, None
+    both = list(zip(pair[0].right, pair[1].right, strict=True))
+    return both.count(("0", "1")), both.count(("1", "0"))
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def with_error(score: Score | None) -> Cell:
+    """A score as `97.20 ± 0.74`."""
+    return None if score is None else f"{score.accuracy:.2f} ± {score.error:.2f}"
+
+
+def interval(found: Compared | None) -> Cell:
+    """A difference as `+2.00 (+0.61 to +3.39)`."""
+    if found is None:
+        return None
+    return f"{100 * found.difference:+.2f} ({100 * found.low:+.2f} to {100 * found.high:+.2f})"
+
+
+def two_digits(value: float | None) -> Cell:
+    """Rounded to what a table shows."""
+    return None if value is None else round(value, 2)
+
+
+def mean_of(values: Sequence[float]) -> Cell:
+    """The mean, rounded; None of nothing."""
+    return two_digits(statistics.fmean(values)) if values else None
+
+
+def as_csv(table: Table) -> str:
+    """The rows as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.header)
+    writer.writerows(table.rows)
+    return text.getvalue()
+
+
+def as_markdown(table: Table) -> str:
+    """The rows as a Markdown table under its title."""
+    numbers = [all(not isinstance(row[place], str) for row in table.rows) for place in range(len(table.header))]
+    lines = [f"### {table.title}", "", _line(table.header)]
+    lines.append("|" + "|".join("---:" if number else "---" for number in numbers) + "|")
+    lines += [_line([_shown(cell) for cell in row]) for row in table.rows]
+    return "\n".join([*lines, *(["", table.note] if table.note else []), ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _shown(cell: Cell) -> str:
+    if cell is None:
+        return "–"
+    return f"{cell:.2f}" if isinstance(cell, float) else str(cell)

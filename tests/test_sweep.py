@@ -1,0 +1,355 @@
+"""Sweeps: which points are measured, what tables say about them, figures, stability."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from freda import config as configs
+from freda.cli import run
+from freda.config import CorpusConfig, MethodConfig, ModelConfig, SweepConfig, SystemConfig
+from freda.data.shards import Manifest
+from freda.data.synthetic import problems
+from freda.data.tokenizer import train_tokenizer
+from freda.errors import FredaError
+from freda.eval.run import solution_batch, teacher_forced
+from freda.eval.stability import stability
+from freda.eval.sweep import NEVER, Point, Setting, read_sweep, run_sweep, settings_of
+from freda.eval.tables import (
+    Score,
+    Sweep,
+    as_csv,
+    as_markdown,
+    envelope,
+    main_table,
+    passes_table,
+    speed_up,
+    speed_up_table,
+    stability_table,
+    tau_table,
+    width_table,
+)
+from freda.eval.tasks import sums
+from freda.methods import METHODS
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer
+from freda.model.weights import LoadedModel, save_model
+
+SYSTEM = SystemConfig(models=("x",))
+SMALL = SweepConfig(tasks=("sums",), passes=(1, 2, 5), thresholds=(0.5, 0.9), taus=(0.0, 0.1), widths=(2, 4))
+
+
+# -- which points ----------------------------------------------------------------------------------------------------
+
+
+def test_a_refining_system_gets_passes_times_thresholds_once_each() -> None:
+    found = settings_of(SMALL, SYSTEM, METHODS["self-refine"], 4)
+    assert found[0] == Setting(4, 0.9, 4, 0.1), "the main table's"
+    assert len(found) == len(set(found))
+    assert {(s.passes, s.threshold) for s in found} == {
+        *((4, 0.9), (1, 0.9)),  # one pass knows no threshold
+        *((2, 0.5), (2, 0.9), (5, 0.5), (5, 0.9)),
+        (5, NEVER),  # early stop is off from four passes on
+    }
+    assert {(s.width, s.tau) for s in found} == {(4, 0.1)}, "no scorer, no width"
+
+
+def test_a_scoring_system_gets_the_ablations_too() -> None:
+    found = settings_of(SMALL, SYSTEM, METHODS["best-of-n"], 4)
+    own = Setting(4, 0.9, 4, 0.1)
+    for wanted in (
+        own._replace(tau=0.0),
+        own._replace(width=2),
+        own._replace(passes=2),
+        own._replace(passes=2, width=2),
+    ):
+        assert wanted in found
+    assert sum(setting.passes == 1 for setting in found) == 1, "candidates compete from the second pass on"
+
+
+def test_baselines_keep_their_own_schedules() -> None:
+    found = settings_of(SMALL, SYSTEM, METHODS["block-diffusion"], 4)
+    assert {(s.passes, s.threshold) for s in found} == {
+        *((4, 0.9), (1, 0.9), (2, NEVER), (3, NEVER), (4, NEVER), (4, 0.5)),
+    }
+    assert settings_of(SMALL, SYSTEM, METHODS["autoregressive"], 4) == [Setting(1, 0.9, 4, 0.1)]
+    only_main = dataclasses.replace(SMALL, parts=("main",))
+    assert settings_of(only_main, SYSTEM, METHODS["self-refine"], 4) == [Setting(4, 0.9, 4, 0.1)]
+
+
+def test_sweep_files_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.toml"
+    for text, message in (
+        ("", r"the sweep has no \[system.NAME\]"),
+        ("[system.a]", "system.a: models is empty"),
+        (
+            '[system.a]\nmodels = ["x"]\nbaseline = true\n[system.b]\nmodels = ["y"]\nbaseline = true',
+            "a and b are both",
+        ),
+        ('[sweep]\nparts = ["mian"]\n[system.a]\nmodels = ["x"]', "sweep.parts has mian; use main, passes"),
+        ('[sweep]\npasses = []\n[system.a]\nmodels = ["x"]', "sweep.passes is empty"),
+        ('[sweep]\npasses = ["x"]\n[system.a]\nmodels = ["x"]', "sweep.passes is 'x' .*a whole number"),
+        ('[system.a]\nmodels = ["x"]\npasses = 0', "system.a: passes is 0"),
+        ('[sweeep]\n[system.a]\nmodels = ["x"]', "unknown section 'sweeep'; did you mean 'sweep'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(FredaError, match=message):
+            configs.load_sweep(path)
+    path.write_text('[system.a]\nmodels = "one"')
+    assert configs.load_sweep(path, ["sweep.passes=[2, 3]"]).system["a"].models == ("one",)
+
+
+# -- what tables say -------------------------------------------------------------------------------------------------
+
+
+def point(system: str, task: str, setting: Setting, right: str, *, model: int = 0, tpf: float = 1.0) -> Point:
+    share = right.count("1") / len(right)
+    error = (share * (1 - share) / len(right)) ** 0.5
+    return Point(system, model, task, setting, len(right), share, error, 8.0, tpf, 1.0, right)
+
+
+def sweep_of(points: list[Point], *, methods: dict[str, str], tasks: dict[str, str], **sweep: Any) -> Sweep:
+    models = {name: 1 + max(p.model for p in points if p.system == name) for name in methods}
+    names = list(methods)
+    content = {
+        "config": {
+            "sweep": {"tasks": list(tasks), "passes": [1, 2], "thresholds": [0.5, 0.9], "widths": [2, 4], **sweep},
+            "system": {name: {"models": ["x"] * models[name], "baseline": name == names[0]} for name in names},
+        },
+        "systems": {name: {"method": method, "block_size": 4, "models": []} for name, method in methods.items()},
+        "tasks": {task: {"kind": kind, "choices": kind == "knowledge"} for task, kind in tasks.items()},
+        "points": points,
+        "stability": [],
+    }
+    return Sweep(content)
+
+
+OWN = Setting(4, 0.9, 4, 0.1)
+KINDS = {"mmlu": "knowledge", "gsm8k": "mathematics", "math500": "mathematics", "humaneval": "coding"}
+
+
+def rows_of(table: Any) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(as_csv(table))))
+
+
+def test_scores_are_means_of_tasks_then_of_kinds_then_of_seeds() -> None:
+    rights = {"mmlu": "1000", "gsm8k": "1110", "math500": "1000", "humaneval": "1111"}
+    points = [point("a", task, OWN, right) for task, right in rights.items()]
+    points += [point("a", task, OWN, "1" * 4, model=1, tpf=3.0) for task in rights]
+    both = sweep_of(points, methods={"a": "self-refine"}, tasks=KINDS)
+    one = sweep_of(points[:4], methods={"a": "self-refine"}, tasks=KINDS)
+    assert one.panels() == {"mathematics": ["gsm8k", "math500"], "coding": ["humaneval"], "overall": []}
+    scored = {panel: one.score("a", panel, OWN) for panel in ("mathematics", "coding", "overall", "gsm8k")}
+    assert {panel: score and score.accuracy for panel, score in scored.items()} == {
+        **{"mathematics": 50.0, "coding": 100.0, "overall": 75.0, "gsm8k": 75.0}
+    }
+    binomial = 100 * (0.75 * 0.25 / 4) ** 0.5
+    assert scored["mathematics"] == (50.0, pytest.approx((2 * binomial**2) ** 0.5 / 2), 1.0)
+    assert scored["overall"] == (75.0, pytest.approx((2 * binomial**2) ** 0.5 / 4), 1.0)
+    # two seeds: their mean, and the standard error of 75 and 100
+    assert both.score("a", "overall", OWN) == (87.5, pytest.approx(12.5), 2.0)
+    assert both.score("a", "overall", OWN._replace(passes=3)) is None
+    assert sweep_of(points[:7], methods={"a": "self-refine"}, tasks=KINDS).score("a", "coding", OWN) is None
+
+
+def test_the_main_table_has_paired_differences_and_the_papers_rows() -> None:
+    points = [point("base", "gsm8k", OWN, "1100" * 25), point("ours", "gsm8k", OWN, "1110" * 25)]
+    methods = {"base": "block-diffusion", "ours": "self-refine"}
+    table = main_table(sweep_of(points, methods=methods, tasks={"gsm8k": "mathematics"}))
+    rows = {row["system"]: row for row in rows_of(table)}
+    assert rows["base"]["gsm8k"] == "50.00 ± 5.00" and rows["base"]["gsm8k − base"] == ""
+    assert rows["ours"]["gsm8k − base"] == "+25.00 (+16.51 to +33.49)"
+    assert rows["paper: BlockDiff-4B"]["gsm8k"] == "77.33" and rows["paper: FReDA-4B (Best-of-N)"]["average"] == "84.15"
+    assert "| base | 4 | 0.90 | 50.00 ± 5.00 | 50.00 |" in as_markdown(table)
+    alone = main_table(
+        sweep_of([point("a", "sums", OWN, "10")], methods={"a": "self-refine"}, tasks={"sums": "mathematics"})
+    )
+    assert [row["system"] for row in rows_of(alone)] == ["a"], "the paper knows no such task"
+
+
+def test_envelopes_and_speed_up() -> None:
+    fast, middle, slow, beaten = Score(50, 1, 4), Score(70, 1, 3), Score(80, 1, 2), Score(60, 1, 2.5)
+    assert envelope([beaten, slow, fast, middle]) == [fast, middle, slow]
+    assert envelope([Score(50, 1, 4), Score(60, 1, 4)]) == [Score(60, 1, 4)], "equally fast, but worse"
+    baseline = [Score(40, 1, 3), Score(65, 1, 1.5), Score(65, 1, 2)]
+    assert speed_up(baseline, [fast, middle, slow]) == 1.5, "70 is enough for 65, at 3 instead of 2 tokens per forward"
+    assert speed_up(baseline, [fast]) is None and speed_up([], [fast]) is None
+    assert speed_up(baseline, baseline) == 1.0
+
+
+def test_the_parts_of_a_sweep_from_its_points() -> None:
+    task = {"gsm8k": "mathematics", "humaneval": "coding"}
+    methods = {"base": "block-diffusion", "ours": "self-refine", "best": "best-of-n"}
+    points = []
+    for name in task:
+        points += [point("base", name, Setting(k, NEVER, 4, 0.1), "10", tpf=4 / k) for k in (2, 3, 4)]
+        points += [point("base", name, Setting(k, 0.9, 4, 0.1), "10", tpf=4 / k) for k in (1, 4)]
+        points += [point("ours", name, Setting(1, 0.9, 4, 0.1), "0011", tpf=4.0)]
+        points += [point("ours", name, Setting(2, 0.9, 4, 0.1), "1110", tpf=2.5), point("ours", name, OWN, "1110")]
+        points += [point("best", name, OWN._replace(tau=tau), "1111", tpf=2.0) for tau in (0.0, 0.1)]
+        points += [point("best", name, OWN._replace(width=2), "1110")]
+        points += [point("best", name, OWN._replace(passes=2), "1000", tpf=2.0)]
+    sweep = sweep_of(points, methods=methods, tasks=task, taus=[0.0, 0.1, 7.0])
+    curve = {(row["system"], row["passes"]): row for row in rows_of(passes_table(sweep)) if row["panel"] == "overall"}
+    assert curve["ours", "2"]["accuracy"] == "75.0" and curve["ours", "2"]["early stop"] == "0.9"
+    assert curve["base", "2"]["early stop"] == "off" and curve["paper", "5"]["accuracy"] == "56.3"
+    speeds = {row["system"]: row for row in rows_of(speed_up_table(sweep))}
+    assert speeds["ours"]["gsm8k"] == "1.0" and speeds["best"]["mean"] == "" and "1.5 to 1.8" in str(speeds)
+    weights = rows_of(tau_table(sweep))
+    assert [(row["system"], row["τ"], row["paper: overall"]) for row in weights] == [
+        *(("ours", "", "63.76"), ("best", "0.0", ""), ("best", "0.1", "65.08")),
+    ]
+    widths = {(row["passes"], row["width"]): row for row in rows_of(width_table(sweep))}
+    assert widths["4", "2"]["overall"].startswith("75.00") and widths["4", "2"]["paper: coding"] == "60.98"
+    sweep.stability = [
+        {"system": "ours", "model": 0, "task": "gsm8k", "rows": [stable_row(1), stable_row(2), stable_row(3)]}
+    ]
+    turned = [(row["pass"], row["answers mended"], row["answers spoiled"]) for row in rows_of(stability_table(sweep))]
+    assert turned == [("1", "", ""), ("2", "2", "1"), ("3", "", "")], "0011 against 1110"
+
+
+def stable_row(number: int) -> dict[str, float]:
+    return {"pass": number, "right": 0.5, "changed": 0.1, "mended": 0.06, "spoiled": 0.04, "kept": 0.9}
+
+
+# -- measured with models --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny random models of all methods, and the manifest of a corpus."""
+    out = tmp_path_factory.mktemp("models")
+    corpus = CorpusConfig(steps=1, max_number=30)
+    Manifest({"corpus": {"generator": 1, **dataclasses.asdict(corpus)}}, 8, 0, 0, "", {}).write(out)
+    texts = [problem.document for problem in problems("train", 50, steps=1, max_number=30, seed=0)]
+    tokenizer = train_tokenizer(texts, 300)
+    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
+    for name in ("autoregressive", "block-diffusion", "self-refine", "best-of-n"):
+        model = Transformer(shape, tokenizer.blank_id)
+        model.init_weights(1)
+        with torch.no_grad():
+            model.embed_tokens.weight.mul_(20)
+        if name == "best-of-n":
+            model.scorer = Scorer(shape)
+            model.scorer.init_weights(1, model)
+        save_model(out / name, model, tokenizer, MethodConfig(name=name), stage="test")  # type: ignore[arg-type]
+    return out
+
+
+CONFIG = """
+[sweep]
+tasks = ["sums"]
+limit = 6
+passes = [1, 2]
+thresholds = [0.3, 0.9]
+taus = [0.0, 0.1]
+widths = [2, 4]
+width_passes = [2]
+max_new_tokens = 8
+batch_size = 4
+stability_examples = 3
+"""
+
+
+def test_a_sweep_from_the_command_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    systems = [
+        f'[system.{name}]\nmodels = ["{folder / name}"]' for name in ("autoregressive", "self-refine", "best-of-n")
+    ]
+    systems.append(f'[system.block-diffusion]\nmodels = ["{folder / "block-diffusion"}"]\nbaseline = true')
+    (tmp_path / "sweep.toml").write_text(CONFIG + "\n".join(systems))
+    out = tmp_path / "out"
+    command = ["sweep", str(tmp_path / "sweep.toml"), "--data", str(folder), "--out", str(out)]
+    assert run(command) == 0
+    shown = capsys.readouterr()
+    for part in ("main", "passes", "pareto", "stability", "tau", "width"):
+        for kind in ("csv", "md", "png", "svg"):
+            assert (out / f"{part}.{kind}").stat().st_size > 40 and str(out / f"{part}.{kind}") in shown.out
+    assert "self-refine 0 sums 1/" in shown.err
+    content = read_sweep(out)
+    assert len(content["points"]) == len({(p.system, p.setting) for p in content["points"]})
+    for found in content["points"]:
+        kept = json.loads(
+            (out / "points" / found.system / "0" / "sums" / found.setting.folder / "results.json").read_text()
+        )
+        assert (kept["accuracy"], kept["tpf"]) == (found.accuracy, found.tpf) and len(found.right) == 6
+    # The same command measures nothing again; --draw needs nothing but the file.
+    before = {path: path.stat().st_mtime_ns for path in (out / "points").rglob("stability.json")}
+    svg = (out / "pareto.svg").read_bytes()
+    monkeypatch.setattr("freda.eval.evaluate.generate", None)
+    assert run(command) == 0 and before == {path: path.stat().st_mtime_ns for path in before}
+    assert run(["sweep", "--draw", str(out / "sweep.json"), "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "pareto.svg").read_bytes() == svg
+    assert (tmp_path / "again" / "main.md").read_text() == (out / "main.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sweep"], "give a config to measure, or --draw FILE"),
+        (["sweep", "--draw", "nowhere"], "there is no nowhere; make it with freda sweep CONFIG"),
+        (["sweep", "nowhere.toml"], "there is no config file nowhere.toml"),
+    ],
+)
+def test_what_a_sweep_needs(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_sweep_of_missing_or_mixed_models_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.toml"
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    path.write_text(CONFIG + '[system.a]\nmodels = ["nowhere"]')
+    with pytest.raises(FredaError, match="nowhere"):
+        run_sweep(configs.load_sweep(path), folder, tmp_path / "out", **place)  # type: ignore[arg-type]
+    path.write_text(CONFIG + f'[system.a]\nmodels = ["{folder / "self-refine"}", "{folder / "block-diffusion"}"]')
+    wanted = configs.load_sweep(path, ["sweep.parts=['main']"])
+    with pytest.raises(FredaError, match="models of two kinds, method self-refine and block-diffusion"):
+        run_sweep(wanted, folder, tmp_path / "out", **place)  # type: ignore[arg-type]
+    (tmp_path / "sweep.json").write_text('{"format": 99}')
+    with pytest.raises(FredaError, match="has format 99; this version reads 1"):
+        read_sweep(tmp_path)
+    (tmp_path / "sweep.json").write_text("[]")
+    with pytest.raises(FredaError, match="is not the file of a sweep"):
+        read_sweep(tmp_path)
+
+
+def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from freda.model.weights import load_model
+
+    loaded: LoadedModel = load_model(folder / "self-refine")
+    examples = sums.load(folder)[:5]
+    texts = [(example.prompt, example.prompt + sums.reference(example)) for example in examples]
+    rows = stability(loaded, texts, 3)
+    batch, given = solution_batch(loaded, texts)
+    counted = ~given & (batch.document >= 0) & ~batch.fill
+    drafts = list(teacher_forced(loaded, batch, given, 3))
+    for number, row in enumerate(rows):
+        now, before = drafts[number], drafts[number - 1] if number else None
+        share = {"right": now == batch.tokens, "changed": torch.ones_like(counted)}
+        if before is not None:
+            share["changed"] = now != before
+            share["mended"] = (now == batch.tokens) & (before != batch.tokens)
+            share["spoiled"] = (now != batch.tokens) & (before == batch.tokens)
+        for name, mark in share.items():
+            assert row[name] == pytest.approx(float((mark & counted).sum() / counted.sum())), (number, name)
+    clean = next(iter(teacher_forced(loaded, batch, given, 3, clean_draft=True)))
+    assert rows[0]["kept"] == pytest.approx(float(((clean == batch.tokens) & counted).sum() / counted.sum()))
+    assert rows[0]["kept"] != rows[0]["right"], "a clean draft is not a blank one"
+    monkeypatch.setattr("freda.eval.stability.MOST_LOGITS", 1)
+    assert [{k: pytest.approx(v) for k, v in row.items()} for row in rows] == stability(loaded, texts, 3), "row by row"
