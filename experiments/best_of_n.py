@@ -165,7 +165,7 @@ def judge(loaded: LoadedModel, test: Sequence[Problem]) -> dict[str, Any]:
         logits = proposal(loaded.model, batch, clean, loaded.method, 1)
         slots = beam_slots(logits, batch, loaded.method)
         values = score_slots(loaded.model, batch, clean, slots, loaded.method)
-        share = logits.log_softmax(-1).gather(-1, slots.ids.transpose(1, 2))  # (R, L, S)
+        share = logits.all().log_softmax(-1).gather(-1, slots.ids.transpose(1, 2))  # (R, L, S)
         likely = share.unflatten(1, (-1, size)).sum(2)
         free = ~given.view(len(given), -1, size).any(-1) & (batch.document >= 0)[:, ::size]
         for tau in TAUS[1:]:

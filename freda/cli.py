@@ -243,14 +243,11 @@ def evaluate_(
     ] = None,
 ) -> None:
     """Answer a benchmark's questions and grade them; stopped, it goes on with the next question."""
+    from freda.eval.command import check_graders, compare_folders, download_tasks, evaluate_tasks
+
     if compare is not None:
-        from freda.eval.compare import compare as compare_folders
-        from freda.eval.compare import compared_line
-
-        print(compared_line(compare_folders(*compare)))
+        compare_folders(*compare)
         return
-    from freda.eval.command import check_graders, download_tasks, evaluate_tasks
-
     if download:
         download_tasks(task, data)
         if model is None and not self_check:

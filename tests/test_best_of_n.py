@@ -29,6 +29,7 @@ from freda.methods.candidates import choose
 from freda.methods.draft import Candidates, Search
 from freda.methods.method import Step
 from freda.model.attention import make_mask
+from freda.model.head import Logits
 from freda.model.masks import clean_tokens
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
@@ -52,7 +53,7 @@ def scored_model(seed: int = 0, scale: float = 0.4, *, last_layer: bool = False)
     return model
 
 
-def proposed(model: Transformer, batch: Batch, passes: int = 2, config: MethodConfig = SETTINGS) -> Tensor:
+def proposed(model: Transformer, batch: Batch, passes: int = 2, config: MethodConfig = SETTINGS) -> Logits:
     return proposal(model, batch, frozen_clean_half(model, batch, config), config, passes)
 
 
@@ -90,7 +91,7 @@ def test_negatives_are_independent_draws_embedded_alike() -> None:
     model, batch = scored_model(), packed_batch([[4]] * 3000)
     batch = batch._replace(tokens=batch.tokens[:1].expand(3000, -1).contiguous())
     slots = sampled_slots(proposed(model, batch, passes=1), batch, SETTINGS, at(batch, passes=1))
-    share = proposed(model, batch, passes=1)[0].softmax(-1)  # the same for every row
+    share = proposed(model, batch, passes=1).all()[0].softmax(-1)  # the same for every row
     for number in (1, 2, 3):
         for place in range(4):
             found = slots.ids[:, number, place].bincount(minlength=share.shape[-1]) / 3000
@@ -105,7 +106,7 @@ def test_negatives_are_independent_draws_embedded_alike() -> None:
 def test_negatives_belong_to_seed_step_row_and_position() -> None:
     model, batch = scored_model(), packed_batch([[64]] * 2)
     batch = batch._replace(tokens=torch.full_like(batch.tokens, 5))
-    logits = torch.zeros(2, 64, EOS)  # nothing but noise tells the draws apart
+    logits = Logits(torch.zeros(2, 64, 1), torch.zeros(EOS, 1), EOS)  # nothing but noise tells the draws apart
 
     def drawn(**change: int) -> Tensor:
         return sampled_slots(logits, batch, SETTINGS, at(batch)._replace(**change)).ids[:, 1:]
@@ -202,7 +203,7 @@ def test_validation_counts_the_choice_among_candidates_and_truth(batch: Batch) -
     batch = within_reach(model, batch)
     found = best_of_n.validate(model, batch, SETTINGS, at(batch))
     logits = proposed(model, batch)
-    log_p, beam = logits.log_softmax(-1), beam_slots(logits, batch, SETTINGS)
+    log_p, beam = logits.all().log_softmax(-1), beam_slots(logits, batch, SETTINGS)
     wins = dict.fromkeys((0.0, 0.1, 1.0), 0)
     for row, place in best_of_n.labels(batch, SETTINGS).nonzero().tolist():
         span = slice(place, place + 4)
@@ -509,7 +510,7 @@ def test_a_layer_of_its_own_scores_as_in_training() -> None:
     batch = Batch(
         texts_[:1], torch.zeros(1, 12).int(), torch.arange(12).int()[None], torch.zeros(1, 12, dtype=torch.bool)
     )
-    logits = proposed(model, batch, passes=1).log_softmax(-1)
+    logits = proposed(model, batch, passes=1).all().log_softmax(-1)
     prob = logits.expand(4, -1, -1).gather(-1, texts_[..., None])[..., 0]
     slots = Slots(texts_[None], prob.exp()[None], torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, 4).bool())
     values = prob[:, 8:].sum(-1) + scores_of(model, batch, slots, SETTINGS)[0, 2]

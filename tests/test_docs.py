@@ -79,4 +79,5 @@ def test_configs_are_valid() -> None:
     found = sorted((ROOT / "configs").rglob("*.toml"))
     assert found
     for file in found:
-        configs.from_dict(tomllib.loads(file.read_text(encoding="utf-8")))
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        configs.load_sweep(file) if "sweep" in values else configs.from_dict(values)

@@ -19,6 +19,7 @@ from freda.methods import METHODS, autoregressive, block_diffusion, self_refine
 from freda.methods.draft import clean_half, draft_logits, label_loss, soft_embedding
 from freda.methods.method import Step
 from freda.model.attention import make_mask
+from freda.model.head import Logits
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.transformer import Transformer
 from tests.conftest import BLANK, EOS, packed_batch
@@ -28,14 +29,14 @@ def at(batch: Batch, passes: int = 1, step: int = 0, progress: float = 0.0) -> S
     return Step(seed=1, step=step, row=torch.arange(len(batch.tokens)), progress=progress, passes=passes)
 
 
-def single_forward_logits(model: Transformer, x: Tensor, batch: Batch, size: int = 4) -> Tensor:
+def single_forward_logits(model: Transformer, x: Tensor, batch: Batch, size: int = 4) -> Logits:
     """The paper's forward: [draft | clean] in one sequence under one mask. The oracle of M7."""
     tokens = concat(
         draft_tokens(batch.document, batch.position, size), clean_tokens(batch.document, batch.position, size)
     )
     both = torch.cat([x, model.embed_tokens(batch.tokens)], dim=1)
     hidden, _, _ = model(both, torch.cat([batch.position] * 2, dim=1), make_mask(tokens, tokens, "sdpa"))
-    return model.logits(hidden[:, : x.shape[1]])
+    return model.head(hidden[:, : x.shape[1]])
 
 
 def gradients(model: Transformer, loss: Tensor) -> dict[str, Tensor]:
@@ -55,8 +56,8 @@ def test_clean_half_as_cache_equals_the_single_forward(model: Transformer, batch
     real = batch.document >= 0
     cached = draft_logits(model, random_draft(model, batch), clean_half(model, batch, 4))
     single = single_forward_logits(model, random_draft(model, batch), batch)
-    torch.testing.assert_close(cached[real], single[real])
-    got, expected = (gradients(model, label_loss(logits, batch).sum()) for logits in (cached, single))
+    torch.testing.assert_close(cached.all()[real], single.all()[real])
+    got, expected = (gradients(model, label_loss(logits, batch)) for logits in (cached, single))
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4, msg=name)
@@ -67,7 +68,7 @@ def test_draft_equal_to_the_clean_text_gives_the_block_causal_forward(model: Tra
     with torch.no_grad():
         hidden, _, _ = model(model.embed_tokens(batch.tokens), batch.position, make_mask(tokens, tokens, "sdpa"))
         doubled = draft_logits(model, model.embed_tokens(batch.tokens), clean_half(model, batch, 4))
-    torch.testing.assert_close(doubled, model.logits(hidden))
+    torch.testing.assert_close(doubled.all(), model.logits(hidden))
 
 
 def test_gradient_of_a_step_is_that_of_its_last_pass_on_a_fixed_draft(
@@ -83,7 +84,7 @@ def test_gradient_of_a_step_is_that_of_its_last_pass_on_a_fixed_draft(
             _, draft = self_refine.refine(model, clean, draft, settings)
     ids, alpha = (part.view_as(batch.tokens) for part in self_refine.rows(draft, settings))
     logits = single_forward_logits(model, soft_embedding(model, ids, alpha), batch)
-    expected = gradients(model, label_loss(logits, batch).sum())
+    expected = gradients(model, label_loss(logits, batch))
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4, msg=name)
     earlier = gradients(model, self_refine.loss(model, batch, settings, at(batch, passes=2)))
@@ -129,7 +130,7 @@ def _through_time(model: Transformer, batch: Batch, settings: MethodConfig) -> T
     total = torch.zeros(())
     for _ in range(4):
         logits, draft = self_refine.refine(model, clean, draft, settings)
-        total = total + label_loss(logits, batch).sum()
+        total = total + label_loss(logits, batch)
     return total
 
 
@@ -185,7 +186,7 @@ def test_future_text_is_invisible(model: Transformer) -> None:
     changed = batch._replace(tokens=torch.cat([batch.tokens[:, :8], (batch.tokens[:, 8:] + 1) % EOS], dim=1))
     with torch.no_grad():
         x = random_draft(model, batch)
-        before, after = (draft_logits(model, x, clean_half(model, b, 4)) for b in (batch, changed))
+        before, after = (draft_logits(model, x, clean_half(model, b, 4)).all() for b in (batch, changed))
     assert torch.equal(before[:, :12], after[:, :12])
     assert not torch.allclose(before[:, 12:], after[:, 12:])
 
@@ -194,7 +195,7 @@ def test_autoregressive_loss_skips_fill_and_document_starts(model: Transformer) 
     batch = packed_batch([[8, 4]])
     assert autoregressive.labels(batch, MethodConfig())[0].int().tolist() == [0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0]
     with torch.no_grad():
-        logits = autoregressive.next_token_logits(model, batch).log_softmax(-1)[0]
+        logits = autoregressive.next_token_logits(model, batch).all().log_softmax(-1)[0]
     expected = -sum(logits[place - 1, batch.tokens[0, place]] for place in (1, 2, 3, 4, 5, 6, 9, 10))
     torch.testing.assert_close(autoregressive.loss(model, batch, MethodConfig(), at(batch)), torch.as_tensor(expected))
 
@@ -211,7 +212,7 @@ def test_block_diffusion_loss_is_the_weighted_sum(model: Transformer, batch: Bat
     assert (blocks == blocks[..., :1]).all() and blocks[..., 0].unique().numel() > 10, "one t per block"
     ids = torch.where(masked, BLANK, batch.tokens)
     with torch.no_grad():
-        log_p = single_forward_logits(model, model.embed_tokens(ids), batch).log_softmax(-1)
+        log_p = single_forward_logits(model, model.embed_tokens(ids), batch).all().log_softmax(-1)
     expected = 0.0
     for row, place in (masked & (batch.document >= 0)).nonzero().tolist():
         expected -= float(log_p[row, place, batch.tokens[row, place]] / level[row, place])

@@ -9,6 +9,7 @@ from typing import Any
 
 from freda.config import DecodeConfig, SweepFile
 from freda.errors import FredaError, require
+from freda.eval.compare import compare, compared_line
 from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate
 from freda.eval.figures import draw
@@ -50,6 +51,11 @@ def download_tasks(names: Sequence[str], data: Path) -> None:
     for name in [task.NAME for task in tasks_named(names)] if names else FETCH:
         for path in download(TASKS[name], data):
             print(path)
+
+
+def compare_folders(first: Path, second: Path) -> None:
+    """The paired difference of two evaluations on stdout."""
+    print(compared_line(compare(first, second)))
 
 
 def evaluate_tasks(

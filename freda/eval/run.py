@@ -20,7 +20,7 @@ from freda.data.synthetic import Problem, grade
 from freda.decode.generate import Output, Request, generate
 from freda.methods import METHODS
 from freda.methods.autoregressive import next_token_logits
-from freda.methods.draft import Rules, clean_half, draft_logits, predict, soft_embedding, start
+from freda.methods.draft import Rules, clean_half, draft_logits, likeliest, soft_embedding, start
 from freda.model.weights import LoadedModel
 
 Progress = Callable[[int], None]
@@ -83,7 +83,7 @@ def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int
 
 def _next_tokens(loaded: LoadedModel, batch: Batch) -> Tensor:
     made = torch.full_like(batch.tokens, -1)
-    made[:, 1:] = next_token_logits(loaded.model, batch).argmax(-1)[:, :-1]
+    made[:, 1:] = likeliest(next_token_logits(loaded.model, batch), batch.tokens.shape).ids[:, :-1]
     return made
 
 
@@ -110,7 +110,7 @@ def teacher_forced(
     for _ in range(passes):
         ids, alpha = (part.view_as(batch.tokens) for part in method.rows(draft, config))
         logits = draft_logits(model, soft_embedding(model, ids, alpha, rescale=config.rescale), clean)
-        draft = method.update(draft, predict(logits.view(*draft.ids.shape, -1)), rules)
+        draft = method.update(draft, likeliest(logits, draft.ids.shape), rules)
         yield draft.ids.view_as(batch.tokens)
 
 

@@ -69,6 +69,17 @@ class Point:
     right: str  # which answers are right, in the order of the questions: a digit 1 or 0 for each
 
 
+class Subject(NamedTuple):
+    """One model of a system, what it is asked and where its files go."""
+
+    name: str
+    number: int
+    system: SystemConfig
+    loaded: LoadedModel
+    asked: Sequence[tuple[Task, list[Example]]]
+    place: Path
+
+
 def run_sweep(
     file: SweepFile,
     data: Path,
@@ -99,10 +110,10 @@ def run_sweep(
                     f"system.{name} has models of two kinds, {key} {about[key]} and {value}; make two systems of it",
                 )
             about["models"].append(fingerprint(loaded))
-            place = out / "points" / name / str(number)
             asked = [(task, questions[name, task.NAME]) for task in tasks]
-            points += _measure(name, number, system, loaded, asked, sweep, place, note)
-            still += _stability(name, number, loaded, asked, sweep, place, note)
+            subject = Subject(name, number, system, loaded, asked, out / "points" / name / str(number))
+            points += _measure(subject, sweep, note)
+            still += _stability(subject, sweep, note)
     content = {
         "format": FORMAT_VERSION,
         "version": __version__,
@@ -136,33 +147,24 @@ def _questions(
     return asked
 
 
-def _measure(
-    name: str,
-    number: int,
-    system: SystemConfig,
-    loaded: LoadedModel,
-    asked: Sequence[tuple[Task, list[Example]]],
-    sweep: SweepConfig,
-    place: Path,
-    note: Note,
-) -> Iterator[Point]:
+def _measure(subject: Subject, sweep: SweepConfig, note: Note) -> Iterator[Point]:
     """All points of one model."""
-    method = METHODS[loaded.method.name]
-    wanted = settings_of(sweep, system, method, loaded.method.block_size)
-    for task, examples in asked:
+    loaded, system = subject.loaded, subject.system
+    wanted = settings_of(sweep, system, METHODS[loaded.method.name], loaded.method.block_size)
+    for task, examples in subject.asked:
         chosen = wanted[:1] if task.CHOICES else wanted  # a likelihood knows no passes
         for done, setting in enumerate(chosen, start=1):
-            folder = place / task.NAME / setting.folder
+            folder = subject.place / task.NAME / setting.folder
             decoding = system.decoding(sweep.max_new_tokens, **setting._asdict())
             found = evaluate(loaded, task, examples, folder, settings=decoding, batch_size=sweep.batch_size)
             verdicts = read_verdicts(folder)[1]
             right = "".join("1" if verdicts[example.id] else "0" for example in examples)
             numbers = {key: found[key] for key in ("n", "accuracy", "standard_error", "nfe", "tpf", "seconds")}
             note(
-                f"{name} {number} {task.NAME} {done}/{len(chosen)}: {setting.folder} "
+                f"{subject.name} {subject.number} {task.NAME} {done}/{len(chosen)}: {setting.folder} "
                 f"{100 * found['accuracy']:.2f}, {found['tpf']:.2f} tokens per forward"
             )
-            yield Point(name, number, task.NAME, setting, **numbers, right=right)
+            yield Point(subject.name, subject.number, task.NAME, setting, **numbers, right=right)
 
 
 def settings_of(sweep: SweepConfig, system: SystemConfig, method: Method, block_size: int) -> list[Setting]:
@@ -237,32 +239,25 @@ PARTS: Mapping[str, Callable[[SweepConfig, SystemConfig, Method, int], list[Sett
 }
 
 
-def _stability(
-    name: str,
-    number: int,
-    loaded: LoadedModel,
-    asked: Sequence[tuple[Task, list[Example]]],
-    sweep: SweepConfig,
-    place: Path,
-    note: Note,
-) -> Iterator[dict[str, Any]]:
+def _stability(subject: Subject, sweep: SweepConfig, note: Note) -> Iterator[dict[str, Any]]:
     """What further passes change, for systems that refine; kept in files, so that it is measured once."""
+    loaded = subject.loaded
     if "stability" not in sweep.parts or not METHODS[loaded.method.name].REFINES:
         return
     passes = max(sweep.passes)
-    for task, examples in asked:
+    for task, examples in subject.asked:
         if task.CHOICES:
             continue
         part = examples[: sweep.stability_examples]
         head = {"model": fingerprint(loaded), "checksum": checksum(part), "passes": passes}
-        path = place / task.NAME / "stability.json"
+        path = subject.place / task.NAME / "stability.json"
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if {key: found.get(key) for key in head} != head:
             texts = [(example.prompt, example.prompt + task.reference(example)) for example in part]
             found = {**head, "rows": stability(loaded, texts, passes)}
             path.write_text(json.dumps(found) + "\n", encoding="utf-8")
-            note(f"{name} {number} {task.NAME}: stability over {len(part)} published answers")
-        yield {"system": name, "model": number, "task": task.NAME, "rows": found["rows"]}
+            note(f"{subject.name} {subject.number} {task.NAME}: stability over {len(part)} published answers")
+        yield {"system": subject.name, "model": subject.number, "task": task.NAME, "rows": found["rows"]}
 
 
 def read_sweep(path: Path) -> dict[str, Any]:

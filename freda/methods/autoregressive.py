@@ -7,14 +7,14 @@ already predicts the next one.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from freda.config import MethodConfig
 from freda.data.loader import Batch
-from freda.methods.draft import Draft, Prediction, Rules, advance
+from freda.methods.draft import Draft, Prediction, Rules, advance, loss_and_hit
 from freda.methods.method import Step
 from freda.model.attention import make_mask
+from freda.model.head import Logits
 from freda.model.masks import clean_tokens
 from freda.model.transformer import Transformer
 
@@ -32,27 +32,31 @@ def labels(batch: Batch, config: MethodConfig) -> Tensor:
 
 def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
     """Cross-entropy of each token given those before it."""
-    return _token_losses(batch, next_token_logits(model, batch), config).sum()
+    return next_token_logits(model, batch).cross_entropy(_next_tokens(batch), _predicts(batch, config))
 
 
 def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:
     """Loss and share of tokens that are the most probable ones."""
-    logits = next_token_logits(model, batch)
-    hit = (logits.argmax(-1)[:, :-1] == batch.tokens[:, 1:]) & labels(batch, config)[:, 1:]
-    return {"loss": _token_losses(batch, logits, config).sum(), "accuracy": hit.sum()}
+    losses, hit = next_token_logits(model, batch).map(loss_and_hit, _next_tokens(batch))
+    counted = _predicts(batch, config)
+    return {"loss": (losses * counted).sum(), "accuracy": (hit & counted).sum()}
 
 
-def next_token_logits(model: Transformer, batch: Batch) -> Tensor:
-    """Logits at i for token i+1, (R, L, V): blocks of one token make the clean mask the causal one."""
+def next_token_logits(model: Transformer, batch: Batch) -> Logits:
+    """Logits at i for token i+1, (R, L): blocks of one token make the clean mask the causal one."""
     tokens = clean_tokens(batch.document, batch.position, block_size=1)
     mask = make_mask(tokens, tokens, model.backend)
-    hidden = model(model.embed_tokens(batch.tokens), batch.position, mask).hidden
-    return model.logits(hidden)
+    return model.head(model(model.embed_tokens(batch.tokens), batch.position, mask).hidden)
 
 
-def _token_losses(batch: Batch, logits: Tensor, config: MethodConfig) -> Tensor:
-    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch.tokens[:, 1:].flatten(), reduction="none")
-    return losses * labels(batch, config)[:, 1:].flatten()
+def _next_tokens(batch: Batch) -> Tensor:
+    """The token after each; of the last of a row its first, which `_predicts` leaves out."""
+    return batch.tokens.roll(-1, dims=1)
+
+
+def _predicts(batch: Batch, config: MethodConfig) -> Tensor:
+    """Which positions are followed by a token that counts."""
+    return labels(batch, config).roll(-1, dims=1)  # a row's first token follows none, so nothing comes round
 
 
 def rows(draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:

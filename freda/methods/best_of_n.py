@@ -17,11 +17,12 @@ from torch import Tensor
 from freda.config import MethodConfig
 from freda.data.loader import Batch
 from freda.methods.candidates import marginal_cost_beam
-from freda.methods.draft import CleanHalf, clean_half, draw, feedback_weight, predict, soft_embedding
+from freda.methods.draft import CleanHalf, clean_half, draw, feedback_weight, likeliest, soft_embedding
 from freda.methods.method import Step
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import initial_draft, refine, rows, update
 from freda.model.attention import make_mask
+from freda.model.head import Logits
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.scorer import Scorer
 from freda.model.transformer import Forward, Transformer
@@ -87,13 +88,13 @@ def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step)
 
 
 def _choices(
-    model: Transformer, batch: Batch, clean: CleanHalf, logits: Tensor, config: MethodConfig
+    model: Transformer, batch: Batch, clean: CleanHalf, logits: Logits, config: MethodConfig
 ) -> dict[str, Tensor]:
     """The part of `validate` about the choice among {clean text, beam candidates}, for every block."""
-    share, real = logits.softmax(-1), _real(batch, config)
+    real = _real(batch, config)
     beam = beam_slots(logits, batch, config)
     ids = torch.cat([batch.tokens[:, None], beam.ids], dim=1)
-    prob = _probability(share, ids)
+    prob = _probability(logits, ids)
     valid = torch.cat([torch.ones_like(beam.valid[..., :1]), beam.valid], dim=-1)
     slots = Slots(ids, feedback_weight(prob, config), torch.zeros_like(real, dtype=torch.int64), valid)
     scores = score_slots(model, batch, clean, slots, config)  # (R, L/B, S)
@@ -113,8 +114,8 @@ def frozen_clean_half(model: Transformer, batch: Batch, config: MethodConfig) ->
         return clean_half(model, batch, config.block_size)
 
 
-def proposal(model: Transformer, batch: Batch, clean: CleanHalf, config: MethodConfig, passes: int) -> Tensor:
-    """Logits (R, L, V) of the last of `passes` passes from the blank draft: the distribution of the candidates."""
+def proposal(model: Transformer, batch: Batch, clean: CleanHalf, config: MethodConfig, passes: int) -> Logits:
+    """Logits (R, L) of the last of `passes` passes from the blank draft: the distribution of the candidates."""
     with torch.no_grad():
         draft = initial_draft(model, batch, config, None)
         for _ in range(passes):
@@ -122,31 +123,41 @@ def proposal(model: Transformer, batch: Batch, clean: CleanHalf, config: MethodC
     return logits
 
 
-def sampled_slots(logits: Tensor, batch: Batch, config: MethodConfig, step: Step) -> Slots:
+def sampled_slots(logits: Logits, batch: Batch, config: MethodConfig, step: Step) -> Slots:
     """The clean text in slot 0 and `num_negatives` independent draws from the proposal `logits`."""
-    share = logits.softmax(-1)
-    row = step.row.to(share.device)[:, None, None]
-    place = torch.arange(share.shape[1], device=share.device)[:, None]
-    number = torch.arange(config.num_negatives, device=share.device)
-    drawn = draw(share, uniform(Purpose.NEGATIVES, step.seed, step.step, row, place, number))  # (R, L, n)
-    ids = torch.cat([batch.tokens[:, None], drawn.transpose(1, 2)], dim=1)
+    row = step.row.to(batch.tokens.device)[:, None, None]
+    place = torch.arange(batch.tokens.shape[1], device=row.device)[:, None]
+    number = torch.arange(config.num_negatives, device=row.device)
+    point = uniform(Purpose.NEGATIVES, step.seed, step.step, row, place, number)  # (R, L, n)
+    ids, prob = (part.transpose(1, 2) for part in logits.map(_truth_and_draws, batch.tokens, point))
     first = torch.zeros_like(_real(batch, config), dtype=torch.int64)
     valid = torch.ones_like(first, dtype=torch.bool)[..., None].expand(-1, -1, ids.shape[1])
-    return Slots(ids, feedback_weight(_probability(share, ids), config), first, valid)
+    return Slots(ids, feedback_weight(prob, config), first, valid)
 
 
-def _probability(share: Tensor, ids: Tensor) -> Tensor:
-    """The probability (R, S, L) that `share` (R, L, V) gives to each token of the texts `ids`."""
-    return share.gather(-1, ids.transpose(1, 2)).transpose(1, 2)
+def _truth_and_draws(logits: Tensor, truth: Tensor, point: Tensor) -> tuple[Tensor, ...]:
+    """The true tokens (n,) and those drawn at uniform `point`s (n, S-1), and the probability of each: (n, S)."""
+    share = logits.softmax(-1)
+    ids = torch.cat([truth[:, None], draw(share, point)], dim=1)
+    return ids, share.gather(-1, ids)
 
 
-def beam_slots(logits: Tensor, batch: Batch, config: MethodConfig, step: Step | None = None) -> Slots:
+def _probability(logits: Logits, ids: Tensor) -> Tensor:
+    """The probability (R, S, L) of each token of the texts `ids`."""
+    return logits.map(_gathered, ids.transpose(1, 2))[0].transpose(1, 2)
+
+
+def _gathered(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    return (logits.softmax(-1).gather(-1, ids),)
+
+
+def beam_slots(logits: Logits, batch: Batch, config: MethodConfig, step: Step | None = None) -> Slots:
     """The ablation of M9: beam candidates and no extra slot, so a block counts only if its clean text is among them.
 
     Nothing is random here: `step` has no part in it.
     """
     size, width = config.block_size, 1 + config.num_negatives
-    top = predict(logits.view(-1, size, logits.shape[-1]), runner_up=True)
+    top = likeliest(logits, (-1, size), runner_up=True)
     free = torch.ones_like(top.ids, dtype=torch.bool)
     swaps = torch.full_like(top.ids[:, 0], size)
     found = marginal_cost_beam(top, free, width=width, swaps=swaps, most_swaps=size)

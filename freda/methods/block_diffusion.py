@@ -33,8 +33,7 @@ def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> 
     level, masked = noise(batch, config, step)
     clean = clean_half(model, batch, config.block_size)
     x = soft_embedding(model, batch.tokens, 1.0 - masked.float())
-    losses = label_loss(draft_logits(model, x, clean), batch)
-    return (losses * masked / level).sum()
+    return label_loss(draft_logits(model, x, clean), batch, masked / level)
 
 
 def noise(batch: Batch, config: MethodConfig, step: Step) -> tuple[Tensor, Tensor]:
@@ -52,7 +51,7 @@ def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step)
     clean = clean_half(model, batch, config.block_size)
     x = soft_embedding(model, batch.tokens, torch.zeros_like(batch.tokens).float())
     blank = label_loss(draft_logits(model, x, clean), batch)
-    return {"loss": loss(model, batch, config, step), "pass1": blank.sum()}
+    return {"loss": loss(model, batch, config, step), "pass1": blank}
 
 
 def rows(draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ Shapes: N blocks, B tokens per block, R rows, L tokens per row, V vocabulary, D 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from freda.config import MethodConfig
 from freda.data.loader import Batch
 from freda.methods.noise import Purpose, gumbel
 from freda.model.attention import Mask, make_mask
+from freda.model.head import Logits
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.transformer import KeysValues, Transformer
 
@@ -202,12 +204,39 @@ def clean_half(model: Transformer, batch: Batch, block_size: int) -> CleanHalf:
     return CleanHalf(past, make_mask(draft, concat(clean, draft), model.backend), batch.position)
 
 
-def draft_logits(model: Transformer, x: Tensor, clean: CleanHalf) -> Tensor:
-    """One pass over the draft half: embeddings x (R, L, D) to logits (R, L, V)."""
-    return model.logits(model(x, clean.position, clean.mask, clean.past).hidden)
+def draft_logits(model: Transformer, x: Tensor, clean: CleanHalf) -> Logits:
+    """One pass over the draft half: embeddings x (R, L, D) to the logits of (R, L) positions."""
+    return model.head(model(x, clean.position, clean.mask, clean.past).hidden)
 
 
-def label_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy of every position with its own token (M3: no shift), 0 on padding: (R, L) fp32."""
-    losses = F.cross_entropy(logits.flatten(0, 1), batch.tokens.flatten(), reduction="none").view_as(batch.tokens)
-    return losses * (batch.document >= 0)
+def label_loss(logits: Logits, batch: Batch, weights: Tensor | float = 1.0) -> Tensor:
+    """Weighted sum of the cross-entropy of every position with its own token (M3: no shift), without padding."""
+    return logits.cross_entropy(batch.tokens, (batch.document >= 0) * weights)
+
+
+def likeliest(logits: Logits, shape: Sequence[int], *, runner_up: bool = False) -> Prediction:
+    """The most probable token of every position, as `predict` without sampling; in the shape of a draft, (N, B)."""
+    found = logits.map(_top_two if runner_up else _top, fused=True)
+    return Prediction(*(part.view(*shape) for part in found))
+
+
+def _top(logits: Tensor) -> tuple[Tensor, ...]:
+    best = logits.max(-1)
+    prob = (best.values - logits.logsumexp(-1)).exp()
+    return best.indices, prob, best.indices, torch.zeros_like(prob)
+
+
+def _top_two(logits: Tensor) -> tuple[Tensor, ...]:
+    return tuple(predict(logits[:, None], runner_up=True)[part][:, 0] for part in range(4))
+
+
+def right_tokens(logits: Logits, batch: Batch) -> tuple[Tensor, Tensor]:
+    """For validation: the sum of the losses as `label_loss`, and how many most probable tokens are the true ones."""
+    counted = batch.document >= 0
+    losses, hit = logits.map(loss_and_hit, batch.tokens)
+    return (losses * counted).sum(), (hit & counted).sum()
+
+
+def loss_and_hit(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Of logits (n, V): the cross-entropy with labels (n,), and where they are the most probable tokens."""
+    return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels

@@ -24,12 +24,14 @@ from freda.methods.draft import (
     feedback_weight,
     label_loss,
     leftmost_run,
-    predict,
+    likeliest,
+    right_tokens,
     soft_embedding,
     start,
 )
 from freda.methods.method import Step
 from freda.methods.noise import Purpose, uniform
+from freda.model.head import Logits
 from freda.model.transformer import Transformer
 
 DRAFTS = True
@@ -51,21 +53,21 @@ def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> 
     with torch.no_grad():
         for _ in range(step.passes - 1):
             _, draft = refine(model, clean, draft, config)
-    return label_loss(pass_logits(model, clean, draft, config), batch).sum()
+    return label_loss(pass_logits(model, clean, draft, config), batch)
 
 
-def refine(model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig) -> tuple[Tensor, Draft]:
-    """One pass over the drafts of all blocks of packed rows: its logits (R, L, V) and the drafts it leaves."""
+def refine(model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig) -> tuple[Logits, Draft]:
+    """One pass over the drafts of all blocks of packed rows: its logits (R, L) and the drafts it leaves."""
     logits = pass_logits(model, clean, draft, config)
     never = torch.full_like(draft.passes, 2, dtype=torch.float32)
     threshold = torch.full_like(never, COMMITTED_IN_TRAINING) if config.committed_hard else never
     rules = Rules(draft.passes + 2, threshold, draft.ids.new_empty(0))
-    draft = update(draft, predict(logits.view(*draft.ids.shape, -1)), rules)
+    draft = update(draft, likeliest(logits, draft.ids.shape), rules)
     return logits, draft._replace(closed=torch.zeros_like(draft.closed))  # teacher-forced drafts never end early
 
 
-def pass_logits(model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig) -> Tensor:
-    """One pass over the drafts of all blocks of packed rows, (R, L, V)."""
+def pass_logits(model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig) -> Logits:
+    """One pass over the drafts of all blocks of packed rows, (R, L)."""
     ids, alpha = (part.view_as(clean.position) for part in rows(draft, config))
     return draft_logits(model, soft_embedding(model, ids, alpha, rescale=config.rescale), clean)
 
@@ -103,8 +105,7 @@ def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step)
     numbers: dict[str, Tensor] = {}
     for index in range(1, VALIDATION_PASSES + 1):
         logits, draft = refine(model, clean, draft, config)
-        numbers[f"pass{index}"] = label_loss(logits, batch).sum()
-        numbers[f"accuracy{index}"] = ((logits.argmax(-1) == batch.tokens) & labels(batch, config)).sum()
+        numbers[f"pass{index}"], numbers[f"accuracy{index}"] = right_tokens(logits, batch)
     return {"loss": numbers[f"pass{min(config.passes, VALIDATION_PASSES)}"], **numbers}
 
 

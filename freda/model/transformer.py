@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from freda.config import ModelConfig
 from freda.errors import FredaError
 from freda.model.attention import Backend, Mask, attend
+from freda.model.head import Logits, aligned
 
 
 class KeysValues(NamedTuple):
@@ -149,9 +150,13 @@ class Transformer(nn.Module):
             new.append(kept)
         return Forward(self.norm(x), new, beneath)
 
+    def head(self, hidden: Tensor) -> Logits:
+        """Logits over the ids below BLANK of hidden states (..., D), to be computed as far as they are wanted."""
+        return Logits(hidden, self.head_weight[: aligned(self.blank_id, self.config.vocab_size)], self.blank_id)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits over the ids below BLANK: (..., D) to (..., blank_id)."""
-        return F.linear(hidden, self.head_weight[: self.blank_id]).float()
+        """All of them: fp32, (..., D) to (..., blank_id)."""
+        return self.head(hidden).all()
 
     @property
     def head_weight(self) -> Tensor:
