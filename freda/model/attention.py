@@ -2,7 +2,8 @@
 
 `sdpa` builds the dense mask and works everywhere, backward included. `flex` evaluates `masks.visible` from the vectors
 inside the kernel, tile by tile, and skips tiles in which nothing is visible. It is the fast path on CUDA; on CPU it has
-no backward. Finding those tiles still evaluates the rule densely, once per forward.
+no backward. Finding those tiles is compiled too where the mask is large: 0.4 instead of 31 ms for 4,096 drafted tokens
+over 8,192 keys on an H200, and no dense mask.
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ from freda.model.masks import Tokens
 
 Backend = Literal["sdpa", "flex"]
 Mask = Tensor | BlockMask
+LARGE_MASK = 1 << 22  # pairs of a query and a key; rows of training have more, decoding fewer
+# Tiles of the backward pass, bf16, heads of 128, found by trying on an H200: 1.65 instead of 1.86 ms for 4,096 tokens.
+FLEX_OPTIONS = {
+    "bwd_BLOCK_M1": 64,
+    "bwd_BLOCK_N1": 128,
+    "bwd_BLOCK_M2": 128,
+    "bwd_BLOCK_N2": 64,
+    "bwd_num_warps": 8,
+    "bwd_num_stages": 3,
+}
 
 
 def make_mask(query: Tokens, key: Tokens, backend: Backend) -> Mask:
@@ -31,27 +42,34 @@ def make_mask(query: Tokens, key: Tokens, backend: Backend) -> Mask:
     def visible(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return masks.visible(Tokens(*(v[row, q] for v in query)), Tokens(*(v[row, k] for v in key)))
 
-    rows, queries = query.document.shape
-    keys = key.document.shape[1]
-    return create_block_mask(visible, rows, None, queries, keys, device=query.document.device)
+    (rows, queries), keys = query.document.shape, key.document.shape[1]
+    compiled = query.document.is_cuda and rows * queries * keys >= LARGE_MASK
+    return _find_tiles(compiled)(visible, rows, None, queries, keys, device=query.document.device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Softmax attention. q (R, H, Q, C); k and v (R, Hkv, K, C) with Hkv dividing H; returns (R, H, Q, C)."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        out = _flex(q.is_cuda)(q, k, v, block_mask=mask, enable_gqa=grouped)
+        plain = torch.compiler.is_compiling() or not q.is_cuda  # in a compiled layer it is compiled with the rest
+        options = FLEX_OPTIONS if q.is_cuda and q.dtype == torch.bfloat16 else None
+        attention = flex_attention if plain else _compiled_flex()
+        out = attention(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
         assert isinstance(out, Tensor)
         return out
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 @functools.cache
-def _flex(compiled: bool) -> Callable[..., object]:
-    """On CUDA only the compiled kernel avoids the dense scores; on CPU the plain one serves the parity test."""
-    if compiled:
-        return torch.compile(flex_attention, dynamic=False)
-    return flex_attention
+def _compiled_flex() -> Callable[..., object]:
+    """Only the compiled kernel avoids the dense scores."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.cache
+def _find_tiles(compiled: bool) -> Callable[..., BlockMask]:
+    """The plain one evaluates the rule densely, which for small masks of ever new sizes beats compiling for each."""
+    return torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
 
 
 def pick_backend(name: str, device: torch.device) -> Backend:
