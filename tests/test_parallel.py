@@ -1,0 +1,222 @@
+"""Two processes train what one trains: the same losses, gradients and checkpoints, for every method."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from freda import config as configs
+from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.loader import Batch
+from freda.data.prepare import prepare_corpus
+from freda.errors import AgreedError, FredaError
+from freda.methods.method import Step
+from freda.model.weights import load_model
+from freda.train import checkpoint, loop
+from freda.train.parallel import Ranks
+from tests.ranks import run_ranks
+
+METHODS = ("autoregressive", "block-diffusion", "self-refine", "best-of-n", "best-of-n-layer")
+TOLERANCE = {"rel": 2e-5, "abs": 1e-6}  # fp32 sums in another order, through six steps; seen: 3e-6
+STEPS = 6
+
+
+def config(folder: Path, name: str, **train: object) -> Config:
+    """A run of a method; the scorer's start from the base that the tests have made."""
+    scores = name.startswith("best-of-n")
+    shape = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_dim=48, tied=name != "block-diffusion")
+    settings: dict[str, Any] = {"steps": STEPS, "batch_rows": 8, "group_rows": 4, "lr": 1e-3, "warmup_steps": 2}
+    settings |= {"log_every": 1, "save_every": 2, "validate_every": 3, "validation_rows": 5, "keep": 3, "clip": 0.5}
+    settings |= {"reshard": name != "autoregressive", "init": str(folder / "base") if scores else ""}
+    method = MethodConfig(name="best-of-n" if scores else name, scorer_layer=name.endswith("layer"))  # type: ignore[arg-type]
+    return Config(
+        model=ModelConfig() if scores else shape,
+        data=DataConfig(path=str(folder / "data"), seq_len=64),
+        method=method,
+        train=TrainConfig(**{**settings, **train}),  # type: ignore[arg-type]
+    )
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    """Every number of every step and validation, and the weights at the end."""
+    lines, others = metrics(one), metrics(two)
+    assert [line["step"] for line in lines] == [line["step"] for line in others]
+    for line, other in zip(lines, others, strict=True):
+        for key in ("loss", "grad_norm", "labels", "loss_by_passes", "validation"):
+            assert (key in line) == (key in other)
+            if key in line:
+                assert other[key] == pytest.approx(line[key], **TOLERANCE), (line["step"], key)
+    left, right = (load_model(run).model.state_dict() for run in (one, two))
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(right[name], tensor, rtol=0, atol=1e-4, msg=name)  # a sixth of what lr·steps can move
+
+
+def cut(run: Path, target: Path, step: int) -> Path:
+    """A copy of a finished run as if it had been killed after `step`."""
+    shutil.copytree(run, target)
+    for folder in (target / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    (target / "latest").write_text(f"step-{step}\n")
+    return target
+
+
+# -- what each of the two ranks does ---------------------------------------------------------------------------------
+
+
+def train_everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    for name in METHODS:
+        loop.train(config(folder, name), folder / "two" / name, ranks=ranks)
+    for name in ("self-refine", "best-of-n-layer"):
+        begun = folder / "one-two" / name
+        loop.train(loop.resume_run(begun), begun, resume=True, ranks=ranks)
+    loop.train(config(folder, "self-refine", dtype="bfloat16"), folder / "two" / "bfloat16", ranks=ranks)
+    return {
+        "unreadable": _error_of_one_rank(ranks, folder),
+        "nan": _nan_of_one_rank(ranks, folder),
+        "full": [_full_disk_of_one_rank(ranks, folder, where) for where in ("weights", "moments")],
+        "stopped": _signal_to_one_rank(ranks, folder),
+        "beam": _message(replace(config(folder, "best-of-n"), method=MethodConfig(name="best-of-n", negatives="beam")), ranks),
+        "damaged": _damaged(ranks, folder),
+    }
+
+
+def _message(settings: Config, ranks: Ranks) -> str:
+    with pytest.raises(AgreedError) as caught:
+        loop.setup(settings, None, ranks)
+    return str(caught.value)
+
+
+def _error_of_one_rank(ranks: Ranks, folder: Path) -> str:
+    read = loop.read_batches
+
+    def broken(run: loop.Run, step: int) -> list[Batch]:
+        if step == 3 and ranks.rank == 1:
+            raise OSError(errno.EIO, "Input/output error", "train-0.bin")
+        return read(run, step)
+
+    loop.read_batches = broken
+    with pytest.raises(AgreedError) as caught:
+        loop.train(config(folder, "autoregressive", save_every=0), folder / "unreadable", ranks=ranks)
+    loop.read_batches = read
+    return str(caught.value)
+
+
+def _nan_of_one_rank(ranks: Ranks, folder: Path) -> tuple[str, bool]:
+    run = loop.setup(config(folder, "self-refine"), None, ranks)
+    inner, calls = run.method, list[int]()
+
+    class Broken:
+        labels, validate, REFINES = inner.labels, inner.validate, inner.REFINES
+
+        @staticmethod
+        def loss(model: Any, batch: Batch, method: MethodConfig, step: Step) -> torch.Tensor:
+            calls.append(1)
+            spoilt = float("nan") if (ranks.rank, len(calls)) == (1, 2) else 1.0
+            return inner.loss(model, batch, method, step) * spoilt
+
+    run.method = Broken  # type: ignore[assignment]
+    before = [weight.to_local().clone() for weight in run.model.parameters()]
+    with pytest.raises(AgreedError) as caught:
+        loop.take_step(run, 3)
+    same = all(torch.equal(old, new.to_local()) for old, new in zip(before, run.model.parameters(), strict=True))
+    return str(caught.value), same
+
+
+def _full_disk_of_one_rank(ranks: Ranks, folder: Path, where: str) -> str:
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = (checkpoint, "save_file") if where == "weights" else (checkpoint.HuggingFaceStorageWriter, "write_data")
+    original = getattr(*target)
+    start = checkpoint.Saver.start
+
+    def fills(self: checkpoint.Saver, model: Any, optimizer: Any, step: int, validation: float | None) -> None:
+        start(self, model, optimizer, step, validation)
+        self.wait()  # the next one meets the full disk
+        if step == 2 and ranks.rank == 1:
+            setattr(*target, no_space)
+
+    def asynchronous(self: checkpoint.Saver, *arguments: Any) -> None:
+        fills(self, *arguments) if arguments[2] == 2 else start(self, *arguments)
+
+    checkpoint.Saver.start = asynchronous  # type: ignore[method-assign]
+    with pytest.raises(FredaError) as caught:
+        loop.train(config(folder, "autoregressive"), folder / f"full-{where}", ranks=ranks)
+    checkpoint.Saver.start = start  # type: ignore[method-assign]
+    setattr(*target, original)
+    return str(caught.value)
+
+
+def _signal_to_one_rank(ranks: Ranks, folder: Path) -> tuple[int, str]:
+    take = loop.take_step
+
+    def signalled(run: loop.Run, step: int) -> dict[str, Any]:
+        if step == 2 and ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(run, step)
+
+    loop.take_step = signalled
+    result = loop.train(config(folder, "autoregressive", save_every=0), folder / "stopped", ranks=ranks)
+    loop.take_step = take
+    return result.step, result.interrupted
+
+
+def _damaged(ranks: Ranks, folder: Path) -> str:
+    notes: list[str] = []
+    found = checkpoint.resumable(folder / "damaged", ranks, notes.append)
+    assert found is not None
+    return f"{found.name} {notes[0]}"
+
+
+# -- the tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    prepare_corpus(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), folder / "data")
+    loop.train(config(folder, "self-refine", steps=3, save_every=0), folder / "base")
+    for name in METHODS:
+        loop.train(config(folder, name), folder / "one" / name)
+    for name in ("self-refine", "best-of-n-layer"):
+        cut(folder / "one" / name, folder / "one-two" / name, 4)
+    damaged = cut(folder / "one" / "self-refine", folder / "damaged", 6)
+    file = next((damaged / "checkpoints" / "step-6" / "optimizer").iterdir())
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> Iterator[list[dict[str, Any]]]:
+    yield run_ranks(train_everything, 2, folder)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_processes_train_what_one_trains(name: str, folder: Path, said: object) -> None:
+    assert_same_run(folder / "one" / name, folder / "two" / name)
+
+
+@pytest.mark.parametrize("name", ["self-refine", "best-of-n-layer"])
+def test_a_run_goes_on_with_another_number_of_processes(name: str, folder: Path, said: object) -> None:
+    assert_same_run(folder / "one" / name, folder / "one-two" / name)
+    back = cut(folder / "two" / name, folder / "two-one" / name, 4)
+    loop.train(loop.resume_run(back), back, resume=True)
+    assert_same_run(folder / "one" / name, back)
