@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from freda.train.parallel import Ranks
 from tests.ranks import run_ranks
 
 METHODS = ("autoregressive", "block-diffusion", "self-refine", "best-of-n", "best-of-n-layer")
-TOLERANCE = {"rel": 2e-5, "abs": 1e-6}  # fp32 sums in another order, through six steps; seen: 3e-6
+TOLERANCE = {"rel": 5e-6, "abs": 5e-6}  # fp32 sums in another order, through six steps; seen: 1e-6
 STEPS = 6
 
 
@@ -39,6 +40,7 @@ def config(folder: Path, name: str, **train: object) -> Config:
     shape = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_dim=48, tied=name != "block-diffusion")
     settings: dict[str, Any] = {"steps": STEPS, "batch_rows": 8, "group_rows": 4, "lr": 1e-3, "warmup_steps": 2}
     settings |= {"log_every": 1, "save_every": 2, "validate_every": 3, "validation_rows": 5, "keep": 3, "clip": 0.5}
+    settings |= {"lr": 3e-3} if scores else {}  # a scorer starts by preferring nothing, and learns slowly
     settings |= {"reshard": name != "autoregressive", "init": str(folder / "base") if scores else ""}
     method = MethodConfig(name="best-of-n" if scores else name, scorer_layer=name.endswith("layer"))  # type: ignore[arg-type]
     return Config(
@@ -65,7 +67,9 @@ def assert_same_run(one: Path, two: Path) -> None:
     left, right = (load_model(run).model.state_dict() for run in (one, two))
     assert left.keys() == right.keys()
     for name, tensor in left.items():
-        torch.testing.assert_close(right[name], tensor, rtol=0, atol=1e-4, msg=name)  # a sixth of what lr·steps can move
+        if name == "scorer.mlp.2.bias":
+            continue  # adding to all scores changes no choice: its gradient is rounding, and Adam makes steps of that
+        assert (right[name] - tensor).norm() <= 1e-4 * tensor.norm(), name  # seen: 9e-6
 
 
 def cut(run: Path, target: Path, step: int) -> Path:
@@ -93,9 +97,18 @@ def train_everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
         "nan": _nan_of_one_rank(ranks, folder),
         "full": [_full_disk_of_one_rank(ranks, folder, where) for where in ("weights", "moments")],
         "stopped": _signal_to_one_rank(ranks, folder),
-        "beam": _message(replace(config(folder, "best-of-n"), method=MethodConfig(name="best-of-n", negatives="beam")), ranks),
+        "beam": _message(
+            replace(config(folder, "best-of-n"), method=MethodConfig(name="best-of-n", negatives="beam")), ranks
+        ),
         "damaged": _damaged(ranks, folder),
+        "share": _share(ranks, folder),
     }
+
+
+def _share(ranks: Ranks, folder: Path) -> float:
+    """What part of all weights this rank holds."""
+    weights = list(loop.setup(config(folder, "self-refine"), None, ranks).model.parameters())
+    return sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights)
 
 
 def _message(settings: Config, ranks: Ranks) -> str:
@@ -220,3 +233,91 @@ def test_a_run_goes_on_with_another_number_of_processes(name: str, folder: Path,
     back = cut(folder / "two" / name, folder / "two-one" / name, 4)
     loop.train(loop.resume_run(back), back, resume=True)
     assert_same_run(folder / "one" / name, back)
+
+
+def test_bfloat16_is_near_float32(folder: Path, said: object) -> None:
+    """Two processes gather layers in bfloat16 and sum gradients in fp32; one process computes in it under autocast."""
+    loop.train(config(folder, "self-refine", dtype="bfloat16"), folder / "one" / "bfloat16")
+    for line, other in zip(metrics(folder / "one" / "bfloat16"), metrics(folder / "two" / "bfloat16"), strict=True):
+        if "loss" in line:
+            assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
+            assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-2)
+
+
+def test_each_rank_has_half_and_writes_half(folder: Path, said: list[dict[str, Any]]) -> None:
+    checkpoint_folder = folder / "two" / "self-refine" / "checkpoints" / "step-6"
+    shards = sorted((checkpoint_folder / "optimizer").iterdir())
+    assert len(shards) == 2 and shards[0].stat().st_size == pytest.approx(shards[1].stat().st_size, rel=0.1)
+    assert {path.name for path in checkpoint_folder.glob("model*")} == {
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }
+    assert all(0.45 < part["share"] < 0.55 for part in said)
+
+
+def test_an_error_of_one_rank_ends_all_with_one_message(folder: Path, said: list[dict[str, Any]]) -> None:
+    assert said[0] == said[1], "all ranks say the same, so that the first can speak for all"
+    assert said[0]["unreadable"] == "rank 1: Input/output error: train-0.bin"
+    assert loop.resume_run(folder / "unreadable").train.steps == STEPS
+    assert (folder / "unreadable" / "latest").read_text() == "step-3\n", "the steps before it are kept"
+    assert "method.negatives is beam" in said[0]["beam"] and "rank" not in said[0]["beam"]
+
+
+def test_a_loss_that_is_not_finite_names_step_rank_and_rows(said: list[dict[str, Any]]) -> None:
+    message, unchanged = said[0]["nan"]
+    assert "loss nan" in message and "at step 3, rank 1, rows 30 to 31: stopped before the update" in message
+    assert unchanged and said[1]["nan"][1]
+
+
+@pytest.mark.parametrize(("number", "where"), [(0, "weights"), (1, "moments")])
+def test_a_full_disk_on_one_rank_stops_all_and_harms_nothing(
+    number: int, where: str, folder: Path, said: list[dict[str, Any]]
+) -> None:
+    message, run = said[0]["full"][number], folder / f"full-{where}"
+    assert f"cannot write {run / 'checkpoints' / 'step-4'}: rank 1: " in message
+    assert "No space left on device" in message
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-2"]
+    assert loop.train(loop.resume_run(run), run, resume=True).step == STEPS
+    assert_same_run(folder / "one" / "autoregressive", run)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(folder: Path, said: list[dict[str, Any]]) -> None:
+    assert said[0]["stopped"] == said[1]["stopped"] == [3, "SIGTERM"]
+    assert (folder / "stopped" / "latest").read_text() == "step-3\n"
+
+
+def test_ranks_verify_a_checkpoint_together(said: list[dict[str, Any]]) -> None:
+    for part in said:
+        assert part["damaged"].startswith("step-4 ") and "step-6 is damaged (optimizer/shard-00001" in part["damaged"]
+
+
+def test_torchrun(folder: Path) -> None:
+    """As a user starts it: one answer, one message for all ranks, and SIGTERM saves."""
+    file, run = folder / "run.toml", folder / "torchrun"
+    file.write_text(configs.dump(config(folder, "self-refine", steps=100_000)))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch += ["-m", "freda", "train"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    wrong = subprocess.Popen(
+        [*launch, str(folder / "none.toml"), "--out", str(folder / "none")],
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    command = [*launch, str(file), "--out", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+    wait_for(run / "latest")
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=60)
+    assert errors.count("saved and stopped") == 1 and out.count("checkpoints/step-") == 1, errors
+    step = int(out.strip().rsplit("-", 1)[1])
+    assert metrics(run)[-1]["step"] == step and (run / "latest").read_text() == f"step-{step}\n"
+    said = wrong.communicate(timeout=60)[1]
+    assert wrong.returncode == 1 and said.count("there is no config file") == 1, said
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)

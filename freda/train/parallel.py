@@ -74,9 +74,9 @@ class Ranks:
         """The vectors (n,) of all ranks, (world, n), from device to device."""
         if self.world == 1:
             return vector[None]
-        every = vector.new_empty(self.world * len(vector))
-        dist.all_gather_into_tensor(every, vector)
-        return every.view(self.world, -1)
+        every = [torch.empty_like(vector) for _ in range(self.world)]
+        dist.all_gather(every, vector)
+        return torch.stack(every)
 
     def agree(self, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         """What `work` returns here. If it fails on one rank, all raise the error: none is left waiting for another."""
