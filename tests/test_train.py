@@ -377,22 +377,3 @@ def test_a_signal_saves_and_leaves_with_a_clear_word(
     assert f"go on with: freda train --resume {folder}" in errors
     step = int(out.strip().rsplit("-", 1)[1])
     assert losses(folder)[-1][0] == step >= 1 and checkpoint.latest(folder) == folder / "checkpoints" / f"step-{step}"
-
-
-def test_a_killed_run_goes_on_from_its_last_checkpoint(shards: Path, tmp_path: Path) -> None:
-    folder, file = tmp_path / "run", tmp_path / "run.toml"
-    settings = config(shards, steps=40, save_every=3)
-    file.write_text(configs.dump(settings))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "freda", "train", str(file), "--out", str(folder)],
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    while not (folder / "latest").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    start(tmp_path / "whole", settings)
-    assert loop.train(loop.resume_run(folder), folder, resume=True).step == 40
-    assert losses(folder) == losses(tmp_path / "whole")
