@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from freda import config as configs
 from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
@@ -105,10 +106,13 @@ def train_everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
     }
 
 
-def _share(ranks: Ranks, folder: Path) -> float:
-    """What part of all weights this rank holds."""
-    weights = list(loop.setup(config(folder, "self-refine"), None, ranks).model.parameters())
-    return sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights)
+def _share(ranks: Ranks, folder: Path) -> tuple[float, int]:
+    """What part of all weights this rank holds, also after a validation, and in how many pieces they are gathered."""
+    run = loop.setup(config(folder, "autoregressive"), None, ranks)
+    loop.validate(run)
+    weights = list(run.model.parameters())
+    share = sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights)
+    return share, sum(isinstance(module, FSDPModule) for module in run.root.modules())
 
 
 def _message(settings: Config, ranks: Ranks) -> str:
@@ -253,10 +257,14 @@ def test_each_rank_has_half_and_writes_half(folder: Path, said: list[dict[str, A
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     }
-    assert all(0.45 < part["share"] < 0.55 for part in said)
+    for part in said:
+        share, pieces = part["share"]
+        assert 0.45 < share < 0.55 and pieces == 3, "two layers, and what is around them"
 
 
 def test_an_error_of_one_rank_ends_all_with_one_message(folder: Path, said: list[dict[str, Any]]) -> None:
+    for part in said:
+        part.pop("share", None)
     assert said[0] == said[1], "all ranks say the same, so that the first can speak for all"
     assert said[0]["unreadable"] == "rank 1: Input/output error: train-0.bin"
     assert loop.resume_run(folder / "unreadable").train.steps == STEPS

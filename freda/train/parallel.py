@@ -153,11 +153,9 @@ def shard(root: Root, dtype: str, device: torch.device, ranks: Ranks, *, reshard
         if isinstance(module, Layer):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(root, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
-    for part in _parts(root):
+    for part in _parts(root):  # add gradients, do not average: losses are divided by the labels of all ranks already
         part.set_force_sum_reduction_for_comms(True)
-        part.set_gradient_divide_factor(
-            1.0
-        )  # losses are divided by the labels of all ranks already: add, do not average
+        part.set_gradient_divide_factor(1.0)
 
 
 def release(root: Root) -> None:
