@@ -17,7 +17,7 @@ import typer
 
 from freda import __version__
 from freda.config import DecodeConfig
-from freda.errors import FredaError
+from freda.errors import AgreedError, FredaError
 
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -119,16 +119,23 @@ def train(
         raise FredaError("give a config and --out RUN to start a run, or --resume RUN to go on with one")
     if resume is not None and (set_ or out):
         raise FredaError("--resume goes on with the config stored in the run; leave --set and --out away")
-    resolved = None if config is None else configs.load(config, set_)  # a wrong config fails before torch is loaded
-    from freda.train import loop
-
     folder = out or resume
     assert folder is not None
-    if resolved is None:
-        resolved = loop.resume_run(folder)
-    result = loop.train(resolved, folder, resume=resume is not None, name=folder.name)
-    print(result.checkpoint)
-    if result.interrupted:
+
+    def settings() -> configs.Config:
+        return loop.resume_run(folder) if config is None else configs.load(config, set_)
+
+    if config is not None and os.environ.get("WORLD_SIZE", "1") == "1":
+        settings()  # a wrong config fails before torch is loaded
+    from freda.train import loop
+    from freda.train.parallel import processes
+
+    with processes() as ranks:
+        resolved = ranks.agree(settings)
+        result = loop.train(resolved, folder, resume=resume is not None, name=folder.name, ranks=ranks)
+    if ranks.first:
+        print(result.checkpoint)
+    if result.interrupted and ranks.first:
         print(f"go on with: freda train --resume {folder}", file=sys.stderr)
     if result.interrupted == "SIGINT":
         raise typer.Exit(130)
@@ -370,7 +377,8 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
     except (FredaError, UsageError) as error:
         if debug:
             traceback.print_exc()
-        return _complain(error, 2)
+        told_by_first = isinstance(error, AgreedError | UsageError) and os.environ.get("RANK", "0") != "0"
+        return 2 if told_by_first else _complain(error, 2)
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 0

@@ -226,11 +226,12 @@ class TrainConfig:
     validate_every: int = knob(0, "steps between validations; 0 validates at the end only")
     validation_rows: int = knob(64, "rows of the validation shard that are used")
     save_every: int = knob(0, "steps between checkpoints; 0 saves at the end only")
-    keep: int = knob(2, "checkpoints kept")
+    keep: int = knob(2, "newest checkpoints kept; the one of the lowest validation loss is kept too")
     log_every: int = knob(10, "steps between lines of metrics.jsonl")
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: Literal["float32", "bfloat16"] = knob("float32", "compute precision; master weights are always float32")
     attention: Literal["auto", "sdpa", "flex"] = knob("auto", "auto is flex on CUDA, sdpa elsewhere")
+    reshard: bool = knob(True, "several processes: free a layer's weights after each forward; false gathers less often")
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_rows", "group_rows", "keep", "log_every", "validation_rows"):

@@ -10,6 +10,10 @@ class FredaError(Exception):
     """A mistake the user can fix."""
 
 
+class AgreedError(FredaError):
+    """One that all processes of a training run raise together; the first of them prints it."""
+
+
 def missing_package(package: str, extra: str) -> FredaError:
     """The error for an optional dependency that is not installed."""
     return FredaError(f"this needs the package '{package}', which is not installed; run: pip install 'freda[{extra}]'")

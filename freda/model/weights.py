@@ -209,7 +209,7 @@ def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
     """Exactly the tensors of this shape, no fewer and no more; the first one that is not right is named."""
     with torch.device("meta"):
         model = Transformer(config, blank_id=1)  # no shape depends on it
-    expected = {_hugging_face_name(name): tensor.shape for name, tensor in model.state_dict().items()}
+    expected = {hugging_face_name(name): tensor.shape for name, tensor in model.state_dict().items()}
     for name, shape in expected.items():
         if name not in tensors:
             raise FredaError(f"half-written: the tensor {name} is missing")
@@ -223,7 +223,8 @@ def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
         raise FredaError(f"the tensor {unknown} has no place in the architecture that config.json names")
 
 
-def _hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str) -> str:
+    """A weight of the Transformer as Hugging Face names it."""
     return name if name == HEAD else f"model.{name}"
 
 
@@ -307,7 +308,7 @@ def write_model(
     """The files of `save_model` into a folder that exists, for checkpoints that hold more beside them."""
     state = {name: tensor.detach().to(device="cpu", dtype=dtype) for name, tensor in model.state_dict().items()}
     scorer = {name.removeprefix("scorer."): state.pop(name) for name in list(state) if name.startswith("scorer.")}
-    tensors = {_hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
+    tensors = {hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
     write_files(folder, model.config, tensors, tokenizer, method, stage)
     if scorer:
         save_file(scorer, folder / SCORER_FILE)
@@ -320,15 +321,17 @@ def write_files(
     tokenizer: Tokenizer,
     method: MethodConfig,
     stage: str,
+    *,
+    file: str = "model.safetensors",
 ) -> None:
-    """config.json, model.safetensors (tensors under their Hugging Face names) and the tokenizer's files."""
+    """config.json, `file` (tensors under their Hugging Face names, the embedding among them), the tokenizer's files."""
     section = {"blank_token_id": tokenizer.blank_id, "tokenizer": tokenizer.fingerprint}
     section |= {"method": method.name, "stage": stage}
     section |= {key: getattr(method, key) for key in STORED_SETTINGS}
     stops = {"bos_token_id": None, "eos_token_id": list(tokenizer.stop_ids)}
     values = {**hugging_face_config(config), "dtype": dtype_name(tensors), **stops, "freda": section}
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(tensors), folder / file, metadata={"format": "pt"})
     tokenizer.save(folder)
 
 

@@ -1,68 +1,357 @@
 """Checkpoints: a model folder plus what training needs to go on as if it had never stopped.
 
+    config.json, tokenizer files          as in every model folder
+    model.safetensors                     all weights; with N processes model-0000i-of-0000N.safetensors and an index
+    scorer.safetensors                    where there is one
+    optimizer/shard-*.safetensors         AdamW's moments, each rank's part, by torch.distributed.checkpoint
+    state.json                            the step, and the validation loss where there was one at this step
+    checksums.json                        the SHA-256 of all files above; written last, verified before resuming
+
+A copy of the state is taken between two steps; a thread writes it while training goes on, one checkpoint at a time.
 `runs/x/checkpoints/step-N` is written beside its place and renamed, and only then does `runs/x/latest` name it: killed
-at any moment, a run has its last complete checkpoint. The optimizer's moments are safetensors, the rest is JSON. All
-noise and the order of rows are functions of the step, so there is no generator state to keep.
+at any moment, a run has its last complete checkpoint. All noise and the order of rows are functions of the step, so
+there is no generator state to keep. No file is a pickle: torch.distributed.checkpoint writes safetensors here, whose
+headers say which part of a tensor they hold, so that any number of ranks can read what any other number wrote.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import os
 import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from freda.config import MethodConfig
 from freda.data.tokenizer import Tokenizer
-from freda.errors import FredaError
+from freda.errors import AgreedError, FredaError
 from freda.model.transformer import Transformer
-from freda.model.weights import write_model, written_beside
+from freda.model.weights import SCORER_FILE, hugging_face_name, write_files, written_beside
+from freda.train.parallel import Ranks, own_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+CHECKSUMS, OPTIMIZER, DAMAGED = "checksums.json", "optimizer", ".damaged"
+BYTES_PER_FILE = 2**31  # of moments: each file is put together in memory before it is written
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # it may be
 
 
-def save(
-    run: Path,
-    model: Transformer,
-    tokenizer: Tokenizer,
-    method: MethodConfig,
-    optimizer: torch.optim.AdamW,
-    *,
-    step: int,
-    keep: int,
-) -> Path:
-    """Write `checkpoints/step-N`, point `latest` at it and remove all but the newest `keep`."""
-    folder = run / "checkpoints" / f"step-{step}"
-    with written_beside(folder, replace=True) as beside:
-        write_model(beside, model, tokenizer, method, stage="training")
-        save_file(_moments(model, optimizer), beside / "optimizer.safetensors")
-        (beside / "state.json").write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-    pointer = run / "latest.tmp"
-    pointer.write_text(folder.name + "\n", encoding="utf-8")
-    os.replace(pointer, run / "latest")
-    for old in _steps(run)[:-keep]:
-        shutil.rmtree(run / "checkpoints" / f"step-{old}")
-    return folder
+class Snapshot(NamedTuple):
+    """A copy of the state after a step, which nothing changes any more."""
+
+    step: int
+    validation: float | None  # loss, where there was a validation at this step
+    weights: dict[str, Tensor]  # those that this rank writes, whole, by their names in the model
+    files: dict[str, str]  # of every weight, on whatever rank: the file that holds it
+    moments: dict[str, Tensor]  # this rank's part of all
 
 
-def restore(folder: Path, model: Transformer, optimizer: torch.optim.AdamW) -> int:
-    """Load a checkpoint's optimizer state; `model` holds its weights already. Returns the number of steps done."""
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """Writes the checkpoints of a run in a thread, at most one at a time; use it as a context manager.
+
+    `start` and `wait` are called by all ranks together. If a rank cannot write its part, the checkpoint is given up on
+    all, older ones are left alone, and `wait` raises the error.
+    """
+
+    def __init__(self, run: Path, tokenizer: Tokenizer, method: MethodConfig, ranks: Ranks, *, keep: int) -> None:
+        self._run, self._tokenizer, self._method, self._ranks, self._keep = run, tokenizer, method, ranks, keep
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:  # whatever has ended the run: what was being written is finished
+            self._thread.join()
+
+    @property
+    def failed(self) -> bool:
+        """Could a checkpoint not be written? `wait` says why."""
+        return self._error is not None
+
+    def start(self, model: Transformer, optimizer: torch.optim.AdamW, step: int, validation: float | None) -> None:
+        """Copy the state and begin to write it, once the checkpoint before is written."""
+        self.wait()
+        shot = take_snapshot(model, optimizer, self._ranks, step, validation)
+        self._thread = threading.Thread(target=self._work, args=(shot, model), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, shot: Snapshot, model: Transformer) -> None:
+        try:
+            self._write(shot, model)
+        except BaseException as error:  # the loop's to handle, with the thread's traceback
+            self._error = error
+
+    def _write(self, shot: Snapshot, model: Transformer) -> None:
+        folder = self._run / "checkpoints" / f"step-{shot.step}"
+        beside, ranks, group = folder.with_name(folder.name + ".tmp"), self._ranks, self._ranks.saving
+        with contextlib.ExitStack() as stack, _cannot_write(folder):
+
+            def begin() -> None:
+                if ranks.first:
+                    stack.enter_context(written_beside(folder, replace=True))
+
+            def finish() -> None:
+                if ranks.first:
+                    _write_json(beside / CHECKSUMS, {name: sums[name] for sums in every for name in sorted(sums)})
+                    stack.close()  # renamed
+                    _point(self._run / "latest", folder.name)
+                    prune(self._run, self._keep)
+
+            ranks.agree(begin, group)
+            ranks.agree(lambda: self._write_weights(beside, shot, model), group)
+            self._write_moments(beside / OPTIMIZER, shot.moments)
+            own = ranks.agree(lambda: checksums(beside, self._own_files(beside, shot)), group)
+            every = ranks.exchange(own, group)
+            ranks.agree(finish, group)
+
+    def _write_weights(self, folder: Path, shot: Snapshot, model: Transformer) -> None:
+        """This rank's file of weights; the first rank writes all that there is one of, too."""
+        by_file: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in shot.weights.items():
+            stored = name.removeprefix("scorer.") if name.startswith("scorer.") else hugging_face_name(name)
+            by_file.setdefault(shot.files[name], {})[stored] = tensor
+        if self._ranks.first:
+            file = shot.files["embed_tokens.weight"]
+            write_files(
+                folder, model.config, by_file.pop(file), self._tokenizer, self._method, stage="training", file=file
+            )
+            if self._ranks.world > 1:
+                _write_json(folder / "model.safetensors.index.json", _index(shot.files))
+            _write_json(folder / "state.json", {"step": shot.step, "validation": shot.validation})
+        for file, tensors in by_file.items():
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        for file in {shot.files[name] for name in shot.weights}:
+            _flush(folder / file)
+
+    def _write_moments(self, folder: Path, moments: dict[str, Tensor]) -> None:
+        """All ranks' parts, each by its rank."""
+        names, held = dict[str, int](), 0
+        for name, tensor in moments.items():
+            names[name] = 1 + held // BYTES_PER_FILE
+            held += tensor.nbytes
+        alone, group = self._ranks.world == 1, self._ranks.saving
+        # A rank has no part of a tensor with fewer rows than ranks, but all must know the file of each.
+        names = {name: number for part in self._ranks.exchange(names, group) for name, number in part.items()}
+        writer = HuggingFaceStorageWriter(str(folder), names, save_distributed=True)
+        try:
+            save(moments, storage_writer=writer, process_group=group, no_dist=alone)
+        except CheckpointException as failure:  # on all ranks alike
+            rank, (error, _) = next(iter(failure.failures.items()))
+            where = "" if alone else f"rank {rank}: "
+            raise AgreedError(f"{where}{error}") from failure
+
+    def _own_files(self, folder: Path, shot: Snapshot) -> list[Path]:
+        """The files that this rank has written."""
+        shards = list((folder / OPTIMIZER).glob(f"shard-{self._ranks.rank + 1:05d}-*"))
+        weights = {folder / shot.files[name] for name in shot.weights}
+        others = set(folder.iterdir()) - {folder / name for name in shot.files.values()} - {folder / OPTIMIZER}
+        return sorted([*shards, *weights, *(others if self._ranks.first else ())])
+
+
+def take_snapshot(
+    model: Transformer, optimizer: torch.optim.AdamW, ranks: Ranks, step: int, validation: float | None
+) -> Snapshot:
+    """Copy everything to memory that the steps to come do not touch. Sharded weights are put together one by one."""
+    state = model.state_dict()
+    files = weight_files({name: tensor.nbytes for name, tensor in state.items()}, ranks.world)
+    weights: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if files[name][0] == ranks.rank:
+            weights[name] = whole.detach().to("cpu", copy=True).contiguous()
+    moments = {
+        f"{moment}.{name}": optimizer.state[weight][moment]
+        for name, weight in _learning(model)
+        for moment in MOMENTS
+        if own_part(weight).numel()
+    }
+    staged: dict[str, Tensor] = BlockingAsyncStager().stage(moments)
+    return Snapshot(step, validation, weights, {name: file for name, (_, file) in files.items()}, staged)
+
+
+def weight_files(sizes: Mapping[str, int], world: int) -> dict[str, tuple[int, str]]:
+    """The rank that writes each weight, and its file: about as many bytes for each, in order, the scorer in its own."""
+    backbone = [name for name in sizes if not name.startswith("scorer.")]
+    total, before, ranks = sum(sizes[name] for name in backbone), 0, dict[str, int]()
+    for name in backbone:
+        ranks[name] = before * world // total
+        before += sizes[name]
+    writers = sorted(set(ranks.values()))
+    files = {
+        rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors" if world > 1 else "model.safetensors"
+        for number, rank in enumerate(writers, start=1)
+    }
+    return {name: (ranks[name], files[ranks[name]]) if name in ranks else (0, SCORER_FILE) for name in sizes}
+
+
+def _index(files: Mapping[str, str]) -> dict[str, Any]:
+    backbone = {hugging_face_name(name): file for name, file in files.items() if file != SCORER_FILE}
+    return {"metadata": {}, "weight_map": backbone}
+
+
+def checksums(folder: Path, paths: list[Path]) -> dict[str, str]:
+    """The SHA-256 of files, by their names in `folder`."""
+    sums = {}
+    for path in paths:
+        with path.open("rb") as file:
+            sums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest `keep` and the best, the one of the lowest validation loss; name that."""
+    steps = _steps(run)
+    losses = {step: _validation(run / "checkpoints" / f"step-{step}") for step in steps}
+    judged = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+    best = min(judged, key=judged.__getitem__) if judged else None
+    if best is not None:
+        _point(run / "best", f"step-{best}")
+    for old in steps[:-keep]:
+        if old != best:
+            shutil.rmtree(run / "checkpoints" / f"step-{old}")
+
+
+def _validation(folder: Path) -> float:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return float(json.loads((folder / "state.json").read_text(encoding="utf-8"))["validation"])
+    return math.nan
+
+
+def _point(pointer: Path, name: str) -> None:
+    beside = pointer.with_name(pointer.name + ".tmp")
+    beside.write_text(name + "\n", encoding="utf-8")
+    os.replace(beside, pointer)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    """Bring a file to the disk; on a file system of many nodes only its writer can."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _cannot_write(folder: Path) -> Iterator[None]:
+    """Say of every failure which checkpoint it has ended; safetensors reports a full disk as an error of its own."""
     try:
-        step = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
-        moments = load_file(folder / "optimizer.safetensors")
-        for name, weight in _learning(model):
-            optimizer.state[weight] = {
-                "step": torch.tensor(float(step)),
-                **{moment: moments[f"{moment}.{name}"].to(weight.device) for moment in MOMENTS},
-            }
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        yield
+    except AgreedError as error:
+        raise AgreedError(f"cannot write {folder}: {error}; older checkpoints were not touched") from error
+    except (OSError, SafetensorError) as error:
+        raise FredaError(f"cannot write {folder}: {error}; older checkpoints were not touched") from error
+
+
+# -- resuming --------------------------------------------------------------------------------------------------------
+
+
+def resumable(run: Path, ranks: Ranks, note: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from: the newest whose files are what was written, if there is any.
+
+    Damaged ones are set aside, under a name that says so, and noted.
+    """
+    newest = latest(run)
+    if newest is None:
+        return None
+    steps = [step for step in _steps(run) if step <= int(newest.name.removeprefix("step-"))]
+    damaged: list[tuple[Path, str]] = []
+    for step in reversed(steps):
+        folder = run / "checkpoints" / f"step-{step}"
+        problem = damage(folder, ranks)
+        if not problem:
+            ranks.agree(lambda folder=folder: _set_aside(damaged, folder) if ranks.first else None)  # type: ignore[misc]
+            for path, what in damaged:
+                note(f"{path} is damaged ({what}) and was set aside as {path.name}{DAMAGED}; going on from {folder}")
+            return folder
+        damaged.append((folder, problem))
+    named = "; ".join(f"{path}: {what}" for path, what in damaged)
+    raise FredaError(f"{run} has no checkpoint that is not damaged ({named}); start a new run")
+
+
+def damage(folder: Path, ranks: Ranks) -> str:
+    """Which file of a checkpoint is not what was written, or nothing. Each rank reads its share of the files."""
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        if (folder / "optimizer.safetensors").is_file():
+            raise FredaError(
+                f"{folder} was written by an older freda and cannot be resumed from; "
+                f"start a new run with train.init={folder}"
+            )
+        return f"{CHECKSUMS} is missing"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        names = sorted(record)
+    except (ValueError, TypeError):
+        return f"{CHECKSUMS} is damaged"
+
+    def whole(name: str) -> bool:
+        with contextlib.suppress(OSError):
+            return checksums(folder, [folder / name]) == {name: record[name]}
+        return False
+
+    bad = [number for number in range(ranks.rank, len(names), ranks.world) if not whole(names[number])]
+    told = sorted(number for (number,) in ranks.tell([min(bad, default=len(names))]))
+    return "" if told[0] == len(names) else f"{names[told[0]]} is missing or not what was written"
+
+
+def _set_aside(damaged: list[tuple[Path, str]], good: Path) -> None:
+    for path, _ in damaged:
+        aside = path.with_name(path.name + DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    if damaged:
+        _point(good.parent.parent / "latest", good.name)
+    for left in good.parent.glob("*.tmp"):  # by a process that was killed
+        shutil.rmtree(left)
+
+
+def restore(folder: Path, model: Transformer, optimizer: torch.optim.AdamW, ranks: Ranks) -> int:
+    """Load a checkpoint's optimizer state; `model` holds its weights already. Returns the number of steps done."""
+    step = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
+    wanted: dict[str, Tensor] = {}
+    for name, weight in _learning(model):
+        state = {moment: torch.zeros_like(weight, memory_format=torch.preserve_format) for moment in MOMENTS}
+        optimizer.state[weight] = {"step": torch.tensor(float(step)), **state}
+        if own_part(weight).numel():
+            wanted |= {f"{moment}.{name}": tensor for moment, tensor in state.items()}
+    reader = HuggingFaceStorageReader(str(folder / OPTIMIZER))
+    try:
+        load(wanted, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.world == 1)
+    except (CheckpointException, RuntimeError) as error:
         raise FredaError(
-            f"{folder} cannot be resumed from: its optimizer state is missing or damaged ({error}); "
+            f"{folder} cannot be resumed from: its optimizer state does not fit the model ({error}); "
             f"start a new run with train.init={folder}"
         ) from None
     return step
@@ -73,7 +362,7 @@ def latest(run: Path) -> Path | None:
     folders = run / "checkpoints"
     with contextlib.suppress(FileNotFoundError):
         named = folders / (run / "latest").read_text(encoding="utf-8").strip()
-        if named.is_dir():
+        if named.is_dir() and named.name.startswith("step-"):
             return named
     steps = _steps(run)
     return folders / f"step-{steps[-1]}" if steps else None
@@ -83,14 +372,6 @@ def _steps(run: Path) -> list[int]:
     """The steps of all complete checkpoints, oldest first."""
     names = (path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*"))
     return sorted(int(name) for name in names if name.isdigit())
-
-
-def _moments(model: Transformer, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
-    return {
-        f"{moment}.{name}": optimizer.state[weight][moment].contiguous()
-        for name, weight in _learning(model)
-        for moment in MOMENTS
-    }
 
 
 def _learning(model: Transformer) -> list[tuple[str, torch.nn.Parameter]]:

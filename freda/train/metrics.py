@@ -21,11 +21,14 @@ from rich.text import Text
 
 
 class MetricsFile:
-    """Appends to `metrics.jsonl`; a resumed run first drops the lines of steps it will do again."""
+    """Appends to `metrics.jsonl`; a resumed run first drops the lines of steps it will do again.
 
-    def __init__(self, path: Path, *, steps_done: int) -> None:
-        self.path = path
-        if path.exists():
+    `silent`: of several processes all but one write nothing.
+    """
+
+    def __init__(self, path: Path, *, steps_done: int, silent: bool = False) -> None:
+        self.path, self.silent = path, silent
+        if path.exists() and not silent:
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= steps_done]
             beside = path.with_name(path.name + ".tmp")
             beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
@@ -33,6 +36,8 @@ class MetricsFile:
 
     def write(self, numbers: dict[str, Any]) -> None:
         """Add one line; it is on disk when this returns."""
+        if self.silent:
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(numbers) + "\n")
 
@@ -56,23 +61,26 @@ class ProgressLine:
 
     PLAIN_INTERVAL = 10.0  # seconds between lines when stderr is not a terminal
 
-    def __init__(self, name: str, steps: int) -> None:
+    def __init__(self, name: str, steps: int, *, silent: bool = False) -> None:
         self.name, self.steps = name, steps
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=True, quiet=silent)
+        self.silent = silent
         self.live = Live(console=self.console, refresh_per_second=8)
         self.printed = time.monotonic()
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.silent:
             self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.silent:
             self.live.stop()
 
     def show(self, step: int, numbers: dict[str, Any], seconds_left: float) -> None:
         """Draw the state after `step` steps."""
+        if self.silent:
+            return
         line = (
             f"{self.name}  step {step}/{self.steps}  loss {numbers['loss']:.3f}  lr {numbers['lr']:.1e}  "
             f"{numbers['tokens_per_s']:,.0f} tokens/s  {seconds_left:.0f} s left"

@@ -1,0 +1,173 @@
+"""Training with several processes, each with a part of the weights: FSDP2 around a model that knows nothing of it.
+
+`torchrun` starts the processes; `processes` joins them, and `Ranks` is what the loop knows of them. One process has no
+process group and takes none of the paths below.
+
+What is sharded is not the Transformer but a call of a method on it: `Root(model)(method.loss, batch, ...)`. A method
+uses the embedding, the head and the layers by themselves, in several forwards before one backward. `Root` is the
+outermost FSDP module: embedding, final norm and head (and the scorer's small parts) are gathered for the whole call,
+and their gradients are summed once, at the end of its backward, because the call has no input with a gradient. Every
+`Layer` is gathered for each of its forwards.
+
+Every backward sums its gradients over the ranks; none are kept whole for a later one. A layer has two backwards in a
+group, the draft half's and the clean half's, so its gradient is summed twice, but what adds up is a shard in fp32: 1/N
+of the 16 GB that the whole gradient of 4 B weights would take on each GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from freda.errors import AgreedError, FredaError, require
+from freda.model.transformer import Layer, Transformer
+
+T = TypeVar("T")
+
+# A layer returns keys and values as views; nothing changes them in place, which is what FSDP warns of.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run as one of them sees them. All methods but `first` are called by all ranks together."""
+
+    rank: int = 0
+    world: int = 1
+    saving: dist.ProcessGroup | None = None  # of the threads that write checkpoints, beside the steps
+
+    @property
+    def first(self) -> bool:
+        """Is this the rank that prints and writes?"""
+        return self.rank == 0
+
+    def tell(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+        """The numbers of all ranks, by rank. They go from host to host: no GPU waits for them."""
+        if self.world == 1:
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.int64)
+        told = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(told, own, group=group)
+        return [part.tolist() for part in told]
+
+    def exchange(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """The values of all ranks, by rank."""
+        if self.world == 1:
+            return [value]
+        every: list[T] = [value] * self.world
+        dist.all_gather_object(every, value, group=group)
+        return every
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """The vectors (n,) of all ranks, (world, n), from device to device."""
+        if self.world == 1:
+            return vector[None]
+        every = [torch.empty_like(vector) for _ in range(self.world)]
+        dist.all_gather(every, vector)
+        return torch.stack(every)
+
+    def agree(self, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+        """What `work` returns here. If it fails on one rank, all raise the error: none is left waiting for another."""
+        if self.world == 1:
+            return work()
+        problem: Exception | None = None
+        try:
+            result = work()
+        except (FredaError, OSError, SafetensorError) as error:
+            problem = error
+        if not any(failed for (failed,) in self.tell([problem is not None], group)):
+            return result
+        problems = self.exchange(None if problem is None else _words(problem), group)
+        first = next(rank for rank, words in enumerate(problems) if words is not None)
+        where = "" if all(words == problems[0] for words in problems) else f"rank {first}: "
+        raise AgreedError(f"{where}{problems[first]}") from problem
+
+
+def _words(error: Exception) -> str:
+    return f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+
+
+@contextlib.contextmanager
+def processes() -> Iterator[Ranks]:
+    """Join the processes that torchrun has started, each with the GPU of its number; alone, do nothing."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Ranks()
+        return
+    gpu, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if gpu < gpus:
+        torch.cuda.set_device(gpu)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+    try:
+        yield ranks
+    except AgreedError:
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()  # not after other errors: ranks that have not met them may be in a collective
+
+
+def check_gpu(device: torch.device, ranks: Ranks) -> None:
+    """Every process on a GPU needs its own."""
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    require(
+        device.type != "cuda" or ranks.world == 1 or here <= gpus,
+        f"{here} processes were started on a node with {gpus} GPUs; use torchrun --nproc-per-node {gpus}",
+    )
+
+
+class Root(nn.Module):
+    """A call of a function of the model as one module, so that it can be sharded from outside."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., T], *arguments: object) -> T:
+        """`function(model, *arguments)`."""
+        return function(self.model, *arguments)
+
+
+def shard(root: Root, dtype: str, device: torch.device, ranks: Ranks, *, reshard: bool) -> None:
+    """Leave each rank its part of every weight. With bfloat16, layers are gathered in it, and gradients summed in fp32.
+
+    The root's weights are gathered in fp32, so that embeddings, and with them the sums of a row through all layers, are
+    what one process computes under autocast.
+    """
+    mesh = init_device_mesh(device.type, (ranks.world,))
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    policy = half if dtype == "bfloat16" else exact
+    for module in list(root.modules()):
+        if isinstance(module, Layer):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(root, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+    for part in _parts(root):  # add gradients, do not average: losses are divided by the labels of all ranks already
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+
+
+def release(root: Root) -> None:
+    """Free gathered weights that no backward will free."""
+    for part in _parts(root):
+        part.reshard()
+
+
+def _parts(root: Root) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; all of a plain one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

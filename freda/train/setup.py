@@ -1,0 +1,154 @@
+"""What a run has before its first step: model, data, method and optimizer, checked against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from freda.config import Config, MethodConfig, ModelConfig
+from freda.data.loader import Loader, Prefetcher, rank_rows
+from freda.data.tokenizer import Tokenizer
+from freda.errors import FredaError, require
+from freda.methods import METHODS
+from freda.methods.method import Method
+from freda.model.attention import pick_backend
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer, pick_device
+from freda.model.weights import load_model
+from freda.train.optim import make_optimizer
+from freda.train.parallel import Ranks, Root, check_gpu, shard
+
+
+@dataclass
+class Run:
+    """Everything a step needs."""
+
+    config: Config
+    method: Method
+    model: Transformer
+    tokenizer: Tokenizer
+    rows: Loader
+    validation_rows: Loader
+    device: torch.device
+    root: Root  # calls the method's functions on the model, with all weights it needs
+    ranks: Ranks = Ranks()
+    optimizer: torch.optim.AdamW = field(init=False)
+    shares: list[range] = field(init=False)  # this rank's rows of each group, numbered within the step
+    ahead: Prefetcher | None = None  # None: a step reads its batches itself
+
+    def __post_init__(self) -> None:
+        train = self.config.train
+        self.shares = rank_rows(train.batch_rows, train.group_rows, rank=self.ranks.rank, world=self.ranks.world)
+
+
+def setup(config: Config, resume_from: Path | None = None, ranks: Ranks = Ranks()) -> Run:
+    """Model, data and optimizer of a run, checked against each other; the weights of a checkpoint to resume from."""
+    device = pick_device(config.train.device)
+    run = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
+    run.model.backend = pick_backend(config.train.attention, device)
+    if ranks.world == 1:
+        run.model.to(device)
+    else:
+        shard(run.root, config.train.dtype, device, ranks, reshard=config.train.reshard)
+    run.optimizer = make_optimizer(run.model, config.train)  # over what each rank has
+    return run
+
+
+def _assemble(config: Config, resume_from: Path | None, device: torch.device, ranks: Ranks) -> Run:
+    """Everything that can be wrong, before anything is shared out."""
+    check_gpu(device, ranks)
+    require(bool(config.data.path), "data.path is empty; name a folder made by freda prepare")
+    shards, seq_len, seed = Path(config.data.path), config.data.seq_len, config.train.seed
+    rows = Loader(shards, "train", seq_len=seq_len, seed=seed)
+    align, block = rows.manifest.align, config.method.block_size
+    require(
+        align % block == 0,
+        f"method.block_size {block} does not divide the shards' align {align}; prepare them with align={block}",
+    )
+    model, tokenizer = _initial_model(config, resume_from)
+    rows.check_tokenizer(tokenizer)
+    method = METHODS[config.method.name]
+    if method.SCORES:
+        _freeze_for_scorer(model, config)
+        require(
+            ranks.world == 1 or config.method.negatives == "sampled",
+            "method.negatives is beam, whose loss is a mean over a whole group of rows; train it with one process",
+        )
+    else:
+        model.scorer = None  # it judged the drafts of a backbone that is about to change
+    return Run(
+        config=replace(config, model=model.config),  # what the run has, not what was asked for
+        method=method,
+        model=model,
+        tokenizer=tokenizer,
+        rows=rows,
+        validation_rows=Loader(shards, "validation", seq_len=seq_len, seed=seed),
+        device=device,
+        root=Root(model),
+        ranks=ranks,
+    )
+
+
+def _freeze_for_scorer(model: Transformer, config: Config) -> None:
+    """Stage II: only the scorer learns; a model without one gets a new one."""
+    require(bool(config.train.init), "train.init is empty; best-of-n starts from a self-refine model")
+    model.requires_grad_(False)
+    wanted = config.method.scorer_layer
+    if model.scorer is None:
+        scorer = Scorer(model.config, last_layer=wanted)
+        scorer.init_weights(config.train.seed, model)
+        model.scorer = scorer
+    assert isinstance(model.scorer, Scorer)
+    require(
+        (model.scorer.last_layer is not None) == wanted,
+        f"method.scorer_layer is {str(wanted).lower()}, but the scorer of {config.train.init} was trained otherwise; "
+        f"set it to {str(not wanted).lower()}, or start from the self-refine model",
+    )
+    model.scorer.requires_grad_(True)
+
+
+def _initial_model(config: Config, resume_from: Path | None) -> tuple[Transformer, Tokenizer]:
+    """The checkpoint, the model to start from, or a new one: in this order."""
+    if resume_from is not None:
+        loaded = load_model(resume_from)
+        return loaded.model, loaded.tokenizer
+    if config.train.init:
+        loaded = load_model(Path(config.train.init))
+        _check_shape(config.model, loaded.model.config)
+        if METHODS[config.method.name].SCORES:
+            _check_proposer(config, loaded.method)
+        return loaded.model, loaded.tokenizer
+    tokenizer = Tokenizer.load(Path(config.data.path))
+    shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=tokenizer.size)
+    require(
+        shape.vocab_size >= tokenizer.size,
+        f"model.vocab_size {shape.vocab_size} is below the tokenizer's {tokenizer.size}; use 0 to take the tokenizer's",
+    )
+    model = Transformer(shape, tokenizer.blank_id)
+    model.init_weights(config.train.seed)
+    return model, tokenizer
+
+
+def _check_proposer(config: Config, found: MethodConfig) -> None:
+    """A scorer judges the drafts of the model it starts from, so it must see them as that model does."""
+    init = config.train.init
+    require(
+        METHODS[found.name].REFINES,
+        f"train.init {init} was trained as {found.name}; best-of-n starts from a self-refine model",
+    )
+    for key in ("block_size", "feedback", "rescale", "committed_hard"):
+        asked, trained = getattr(config.method, key), getattr(found, key)
+        require(asked == trained, f"method.{key} is {asked}, but {init} was trained with {trained}; use the same")
+
+
+def _check_shape(asked: ModelConfig, found: ModelConfig) -> None:
+    """A [model] section beside `train.init` must not say something else than the checkpoint."""
+    asked = replace(asked, vocab_size=asked.vocab_size or found.vocab_size)
+    if asked not in (found, replace(ModelConfig(), vocab_size=found.vocab_size)):  # the latter: none was given
+        key = next(key for key, value in vars(asked).items() if value != getattr(found, key))
+        raise FredaError(
+            f"model.{key} is {getattr(asked, key)}, but the model of train.init has {getattr(found, key)}; "
+            f"leave the [model] section away"
+        )

@@ -1,0 +1,331 @@
+"""Two processes train what one trains: the same losses, gradients and checkpoints, for every method."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from freda import config as configs
+from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.loader import Batch
+from freda.data.prepare import prepare_corpus
+from freda.errors import AgreedError, FredaError
+from freda.methods.method import Step
+from freda.model.weights import load_model
+from freda.train import checkpoint, loop
+from freda.train.parallel import Ranks
+from tests.ranks import run_ranks
+
+METHODS = ("autoregressive", "block-diffusion", "self-refine", "best-of-n", "best-of-n-layer")
+TOLERANCE = {"rel": 5e-6, "abs": 5e-6}  # fp32 sums in another order, through six steps; seen: 1e-6
+STEPS = 6
+
+
+def config(folder: Path, name: str, **train: object) -> Config:
+    """A run of a method; the scorer's start from the base that the tests have made."""
+    scores = name.startswith("best-of-n")
+    shape = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_dim=48, tied=name != "block-diffusion")
+    settings: dict[str, Any] = {"steps": STEPS, "batch_rows": 8, "group_rows": 4, "lr": 1e-3, "warmup_steps": 2}
+    settings |= {"log_every": 1, "save_every": 2, "validate_every": 3, "validation_rows": 5, "keep": 3, "clip": 0.5}
+    settings |= {"lr": 3e-3} if scores else {}  # a scorer starts by preferring nothing, and learns slowly
+    settings |= {"reshard": name != "autoregressive", "init": str(folder / "base") if scores else ""}
+    method = MethodConfig(name="best-of-n" if scores else name, scorer_layer=name.endswith("layer"))  # type: ignore[arg-type]
+    return Config(
+        model=ModelConfig() if scores else shape,
+        data=DataConfig(path=str(folder / "data"), seq_len=64),
+        method=method,
+        train=TrainConfig(**{**settings, **train}),  # type: ignore[arg-type]
+    )
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    """Every number of every step and validation, and the weights at the end."""
+    lines, others = metrics(one), metrics(two)
+    assert [line["step"] for line in lines] == [line["step"] for line in others]
+    for line, other in zip(lines, others, strict=True):
+        for key in ("loss", "grad_norm", "labels", "loss_by_passes", "validation"):
+            assert (key in line) == (key in other)
+            if key in line:
+                assert other[key] == pytest.approx(line[key], **TOLERANCE), (line["step"], key)
+    left, right = (load_model(run).model.state_dict() for run in (one, two))
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        if name == "scorer.mlp.2.bias":
+            continue  # adding to all scores changes no choice: its gradient is rounding, and Adam makes steps of that
+        assert (right[name] - tensor).norm() <= 1e-4 * tensor.norm(), name  # seen: 9e-6
+
+
+def cut(run: Path, target: Path, step: int) -> Path:
+    """A copy of a finished run as if it had been killed after `step`."""
+    shutil.copytree(run, target)
+    for folder in (target / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    (target / "latest").write_text(f"step-{step}\n")
+    return target
+
+
+# -- what each of the two ranks does ---------------------------------------------------------------------------------
+
+
+def train_everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    for name in METHODS:
+        loop.train(config(folder, name), folder / "two" / name, ranks=ranks)
+    for name in ("self-refine", "best-of-n-layer"):
+        begun = folder / "one-two" / name
+        loop.train(loop.resume_run(begun), begun, resume=True, ranks=ranks)
+    loop.train(config(folder, "self-refine", dtype="bfloat16"), folder / "two" / "bfloat16", ranks=ranks)
+    return {
+        "unreadable": _error_of_one_rank(ranks, folder),
+        "nan": _nan_of_one_rank(ranks, folder),
+        "full": [_full_disk_of_one_rank(ranks, folder, where) for where in ("weights", "moments")],
+        "stopped": _signal_to_one_rank(ranks, folder),
+        "beam": _message(
+            replace(config(folder, "best-of-n"), method=MethodConfig(name="best-of-n", negatives="beam")), ranks
+        ),
+        "damaged": _damaged(ranks, folder),
+        "share": _share(ranks, folder),
+    }
+
+
+def _share(ranks: Ranks, folder: Path) -> tuple[float, int]:
+    """What part of all weights this rank holds, also after a validation, and in how many pieces they are gathered."""
+    run = loop.setup(config(folder, "autoregressive"), None, ranks)
+    loop.validate(run)
+    weights = list(run.model.parameters())
+    share = sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights)
+    return share, sum(isinstance(module, FSDPModule) for module in run.root.modules())
+
+
+def _message(settings: Config, ranks: Ranks) -> str:
+    with pytest.raises(AgreedError) as caught:
+        loop.setup(settings, None, ranks)
+    return str(caught.value)
+
+
+def _error_of_one_rank(ranks: Ranks, folder: Path) -> str:
+    read = loop.read_batches
+
+    def broken(run: loop.Run, step: int) -> list[Batch]:
+        if step == 3 and ranks.rank == 1:
+            raise OSError(errno.EIO, "Input/output error", "train-0.bin")
+        return read(run, step)
+
+    loop.read_batches = broken
+    with pytest.raises(AgreedError) as caught:
+        loop.train(config(folder, "autoregressive", save_every=0), folder / "unreadable", ranks=ranks)
+    loop.read_batches = read
+    return str(caught.value)
+
+
+def _nan_of_one_rank(ranks: Ranks, folder: Path) -> tuple[str, bool]:
+    run = loop.setup(config(folder, "self-refine"), None, ranks)
+    inner, calls = run.method, list[int]()
+
+    class Broken:
+        labels, validate, REFINES = inner.labels, inner.validate, inner.REFINES
+
+        @staticmethod
+        def loss(model: Any, batch: Batch, method: MethodConfig, step: Step) -> torch.Tensor:
+            calls.append(1)
+            spoilt = float("nan") if (ranks.rank, len(calls)) == (1, 2) else 1.0
+            return inner.loss(model, batch, method, step) * spoilt
+
+    run.method = Broken  # type: ignore[assignment]
+    before = [weight.to_local().clone() for weight in run.model.parameters()]
+    with pytest.raises(AgreedError) as caught:
+        loop.take_step(run, 3)
+    same = all(torch.equal(old, new.to_local()) for old, new in zip(before, run.model.parameters(), strict=True))
+    return str(caught.value), same
+
+
+def _full_disk_of_one_rank(ranks: Ranks, folder: Path, where: str) -> str:
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = (checkpoint, "save_file") if where == "weights" else (checkpoint.HuggingFaceStorageWriter, "write_data")
+    original = getattr(*target)
+    start = checkpoint.Saver.start
+
+    def fills(self: checkpoint.Saver, model: Any, optimizer: Any, step: int, validation: float | None) -> None:
+        start(self, model, optimizer, step, validation)
+        self.wait()  # the next one meets the full disk
+        if step == 2 and ranks.rank == 1:
+            setattr(*target, no_space)
+
+    def asynchronous(self: checkpoint.Saver, *arguments: Any) -> None:
+        fills(self, *arguments) if arguments[2] == 2 else start(self, *arguments)
+
+    checkpoint.Saver.start = asynchronous  # type: ignore[method-assign]
+    with pytest.raises(FredaError) as caught:
+        loop.train(config(folder, "autoregressive"), folder / f"full-{where}", ranks=ranks)
+    checkpoint.Saver.start = start  # type: ignore[method-assign]
+    setattr(*target, original)
+    return str(caught.value)
+
+
+def _signal_to_one_rank(ranks: Ranks, folder: Path) -> tuple[int, str]:
+    take = loop.take_step
+
+    def signalled(run: loop.Run, step: int) -> dict[str, Any]:
+        if step == 2 and ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(run, step)
+
+    loop.take_step = signalled
+    result = loop.train(config(folder, "autoregressive", save_every=0), folder / "stopped", ranks=ranks)
+    loop.take_step = take
+    return result.step, result.interrupted
+
+
+def _damaged(ranks: Ranks, folder: Path) -> str:
+    notes: list[str] = []
+    found = checkpoint.resumable(folder / "damaged", ranks, notes.append)
+    assert found is not None
+    return f"{found.name} {notes[0]}"
+
+
+# -- the tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    prepare_corpus(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), folder / "data")
+    loop.train(config(folder, "self-refine", steps=3, save_every=0), folder / "base")
+    for name in METHODS:
+        loop.train(config(folder, name), folder / "one" / name)
+    for name in ("self-refine", "best-of-n-layer"):
+        cut(folder / "one" / name, folder / "one-two" / name, 4)
+    damaged = cut(folder / "one" / "self-refine", folder / "damaged", 6)
+    file = next((damaged / "checkpoints" / "step-6" / "optimizer").iterdir())
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> Iterator[list[dict[str, Any]]]:
+    yield run_ranks(train_everything, 2, folder)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_processes_train_what_one_trains(name: str, folder: Path, said: object) -> None:
+    assert_same_run(folder / "one" / name, folder / "two" / name)
+
+
+@pytest.mark.parametrize("name", ["self-refine", "best-of-n-layer"])
+def test_a_run_goes_on_with_another_number_of_processes(name: str, folder: Path, said: object) -> None:
+    assert_same_run(folder / "one" / name, folder / "one-two" / name)
+    back = cut(folder / "two" / name, folder / "two-one" / name, 4)
+    loop.train(loop.resume_run(back), back, resume=True)
+    assert_same_run(folder / "one" / name, back)
+
+
+def test_bfloat16_is_near_float32(folder: Path, said: object) -> None:
+    """Two processes gather layers in bfloat16 and sum gradients in fp32; one process computes in it under autocast."""
+    loop.train(config(folder, "self-refine", dtype="bfloat16"), folder / "one" / "bfloat16")
+    for line, other in zip(metrics(folder / "one" / "bfloat16"), metrics(folder / "two" / "bfloat16"), strict=True):
+        if "loss" in line:
+            assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
+            assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-2)
+
+
+def test_each_rank_has_half_and_writes_half(folder: Path, said: list[dict[str, Any]]) -> None:
+    checkpoint_folder = folder / "two" / "self-refine" / "checkpoints" / "step-6"
+    shards = sorted((checkpoint_folder / "optimizer").iterdir())
+    assert len(shards) == 2 and shards[0].stat().st_size == pytest.approx(shards[1].stat().st_size, rel=0.1)
+    assert {path.name for path in checkpoint_folder.glob("model*")} == {
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }
+    for part in said:
+        share, pieces = part["share"]
+        assert 0.45 < share < 0.55 and pieces == 3, "two layers, and what is around them"
+
+
+def test_an_error_of_one_rank_ends_all_with_one_message(folder: Path, said: list[dict[str, Any]]) -> None:
+    for part in said:
+        part.pop("share", None)
+    assert said[0] == said[1], "all ranks say the same, so that the first can speak for all"
+    assert said[0]["unreadable"] == "rank 1: Input/output error: train-0.bin"
+    assert loop.resume_run(folder / "unreadable").train.steps == STEPS
+    assert (folder / "unreadable" / "latest").read_text() == "step-3\n", "the steps before it are kept"
+    assert "method.negatives is beam" in said[0]["beam"] and "rank" not in said[0]["beam"]
+
+
+def test_a_loss_that_is_not_finite_names_step_rank_and_rows(said: list[dict[str, Any]]) -> None:
+    message, unchanged = said[0]["nan"]
+    assert "loss nan" in message and "at step 3, rank 1, rows 30 to 31: stopped before the update" in message
+    assert unchanged and said[1]["nan"][1]
+
+
+@pytest.mark.parametrize(("number", "where"), [(0, "weights"), (1, "moments")])
+def test_a_full_disk_on_one_rank_stops_all_and_harms_nothing(
+    number: int, where: str, folder: Path, said: list[dict[str, Any]]
+) -> None:
+    message, run = said[0]["full"][number], folder / f"full-{where}"
+    assert f"cannot write {run / 'checkpoints' / 'step-4'}: rank 1: " in message
+    assert "No space left on device" in message
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-2"]
+    assert loop.train(loop.resume_run(run), run, resume=True).step == STEPS
+    assert_same_run(folder / "one" / "autoregressive", run)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(folder: Path, said: list[dict[str, Any]]) -> None:
+    assert said[0]["stopped"] == said[1]["stopped"] == [3, "SIGTERM"]
+    assert (folder / "stopped" / "latest").read_text() == "step-3\n"
+
+
+def test_ranks_verify_a_checkpoint_together(said: list[dict[str, Any]]) -> None:
+    for part in said:
+        assert part["damaged"].startswith("step-4 ") and "step-6 is damaged (optimizer/shard-00001" in part["damaged"]
+
+
+def test_torchrun(folder: Path) -> None:
+    """As a user starts it: one answer, one message for all ranks, and SIGTERM saves."""
+    file, run = folder / "run.toml", folder / "torchrun"
+    file.write_text(configs.dump(config(folder, "self-refine", steps=100_000)))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch += ["-m", "freda", "train"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    wrong = subprocess.Popen(
+        [*launch, str(folder / "none.toml"), "--out", str(folder / "none")],
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    command = [*launch, str(file), "--out", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+    wait_for(run / "latest")
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=60)
+    assert errors.count("saved and stopped") == 1 and out.count("checkpoints/step-") == 1, errors
+    step = int(out.strip().rsplit("-", 1)[1])
+    assert metrics(run)[-1]["step"] == step and (run / "latest").read_text() == f"step-{step}\n"
+    said = wrong.communicate(timeout=60)[1]
+    assert wrong.returncode == 1 and said.count("there is no config file") == 1, said
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
