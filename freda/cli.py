@@ -341,6 +341,33 @@ def bench_data(
     print(json.dumps(found) if as_json else "\n".join(table_lines(found)))
 
 
+@bench.command(
+    "train", epilog="Example: **freda bench train --shape qwen3-4b --rows 2 --out results/bench-train.json**"
+)
+def bench_train(
+    shape: Annotated[str, typer.Option(help="tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b or qwen3-8b.")] = "qwen3-4b",
+    rows: Annotated[int, typer.Option(help="Rows of a step.")] = 2,
+    seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 4096,
+    documents: Annotated[int, typer.Option(help="Documents per row, of equal length.")] = 1,
+    passes: Annotated[list[int], typer.Option(help="Passes of a step; may be repeated.")] = [1, 2, 3],  # noqa: B006
+    method: Annotated[str, typer.Option(help="self-refine, block-diffusion or autoregressive.")] = "self-refine",
+    activations: Annotated[float, typer.Option(help="Share of activations kept for backward.")] = 1.0,
+    compare: Annotated[bool, typer.Option("--compare", help="Add plain variants, each in the same run.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
+) -> None:
+    """Optimizer steps with random weights: tokens per second, and the share of the matmul rate of the same run."""
+    from freda.bench.train import bench_train as measure
+    from freda.bench.train import table_lines
+
+    load = {"seq_len": seq_len, "rows": rows, "documents": documents, "passes": passes, "method": method}
+    found = measure(shape, **load, activations=activations, compare=compare, device=device, note=_note)  # type: ignore[arg-type]
+    print("\n".join(table_lines(found)))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 @app.command(epilog="Examples: **freda inspect runs/demo/self-refine**; **freda inspect runs/demo/data --rows 2**")
 def inspect(
     path: Annotated[Path, typer.Argument(help="A model folder, a run folder or a folder of token shards.")],

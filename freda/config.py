@@ -231,6 +231,8 @@ class TrainConfig:
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: Literal["float32", "bfloat16"] = knob("float32", "compute precision; master weights are always float32")
     attention: Literal["auto", "sdpa", "flex"] = knob("auto", "auto is flex on CUDA, sdpa elsewhere")
+    compile: Literal["auto", "on", "off"] = knob("auto", "compile the layers; auto does on CUDA")
+    activations: float = knob(1.0, "compiled layers: share of activations kept for backward; the rest is recomputed")
     reshard: bool = knob(True, "several processes: free a layer's weights after each forward; false gathers less often")
 
     def __post_init__(self) -> None:
@@ -244,6 +246,11 @@ class TrainConfig:
             require(getattr(self, name) > 0, f"train.{name} is {getattr(self, name)}; use a positive number")
         for name in ("warmup_steps", "validate_every", "save_every", "weight_decay"):
             require(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; use 0 or more")
+        require(0 <= self.activations <= 1, f"train.activations is {self.activations}; use 0 to 1")
+        require(
+            self.activations == 1 or self.compile != "off",
+            f"train.activations is {self.activations}, but only compiled layers recompute; leave train.compile on",
+        )
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"train.{name} is {getattr(self, name)}; use 0 to below 1")
 

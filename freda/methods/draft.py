@@ -133,14 +133,15 @@ def soft_embedding(model: Transformer, ids: Tensor, alpha: Tensor, *, rescale: b
 
     `rescale` gives the mixture the mean of the two norms, weighted alike, as DMax does.
     """
-    blank = model.embed_tokens.weight[model.blank_id]
+    precision = torch.promote_types(model.embed_tokens.weight.dtype, torch.float32)  # α has 24 bits, bf16 has 8 (M17)
+    blank = model.embed_tokens.weight[model.blank_id].to(precision)
     token = model.embed_tokens(ids)
-    weight = alpha[..., None].to(token.dtype)
-    mixed = torch.lerp(blank.expand_as(token), token, weight)
+    weight = alpha[..., None].to(precision)
+    mixed = torch.lerp(blank.expand_as(token), token.to(precision), weight)
     if rescale:
-        norm = torch.lerp(blank.norm().expand_as(weight), token.norm(dim=-1, keepdim=True), weight)
+        norm = torch.lerp(blank.norm().expand_as(weight), token.to(precision).norm(dim=-1, keepdim=True), weight)
         mixed = mixed * norm / mixed.norm(dim=-1, keepdim=True).clamp_min(1e-6)
-    return mixed
+    return mixed.to(token.dtype)
 
 
 def predict(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     if isinstance(mask, BlockMask):
         plain = torch.compiler.is_compiling() or not q.is_cuda  # in a compiled layer it is compiled with the rest
         options = FLEX_OPTIONS if q.is_cuda and q.dtype == torch.bfloat16 else None
-        attention = flex_attention if plain else _compiled_flex()
+        attention = cast(Callable[..., object], flex_attention) if plain else _compiled_flex()
         out = attention(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
         assert isinstance(out, Tensor)
         return out

@@ -93,21 +93,17 @@ def _on_raw(function: ChunkFunction, vocabulary: int, compiled: bool) -> ChunkFu
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, vocabulary: int) -> Tensor:
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         total = torch.zeros((), device=hidden.device)
         for_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        with torch.autocast(kind, enabled=False):
-            narrow, narrow_weight = hidden.to(dtype), weight.to(dtype)
-            for part in chunks(len(hidden), len(weight)):
-                logits = narrow[part] @ narrow_weight.T
-                loss, gradient = loss_and_gradient(logits, labels[part], weights[part], vocabulary)
-                total += loss
-                if for_hidden is not None:
-                    for_hidden[part] = gradient @ narrow_weight
-                if for_weight is not None:
-                    _add_product(for_weight, gradient, narrow[part])
+        for part in chunks(len(hidden), len(weight)):
+            logits = hidden[part] @ weight.T
+            loss, gradient = loss_and_gradient(logits, labels[part], weights[part], vocabulary)
+            total += loss
+            if for_hidden is not None:
+                for_hidden[part] = gradient @ weight
+            if for_weight is not None:
+                _add_product(for_weight, gradient, hidden[part])
         ctx.save_for_backward(for_hidden, for_weight)
         ctx.weight_dtype = weight.dtype
         return total

@@ -62,6 +62,7 @@ class Scorer(nn.Module):
 
     def forward(self, hidden: Tensor, embedding: Tensor, counted: Tensor) -> Tensor:
         """Scores (N,) in fp32 of blocks with `hidden` and `embedding` (N, B, D); `counted` (N, B) are averaged over."""
+        hidden, embedding = (part.to(self.fuse.weight.dtype) for part in (hidden, embedding))  # it may be wider
         fused = self.fuse(torch.cat([self.soft_norm(hidden), self.hard_norm(embedding)], dim=-1))
         position = torch.arange(hidden.shape[1], device=hidden.device)[None]
         seen = counted[:, None, None, :] | torch.eye(hidden.shape[1], dtype=torch.bool, device=hidden.device)

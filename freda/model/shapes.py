@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from freda.config import ModelConfig
 
-_QWEN3 = {"vocab_size": 151_936, "head_dim": 128, "kv_heads": 8, "rope_theta": 1e6, "max_positions": 32_768}
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "kv_heads": 8,
+    "rope_theta": 1e6,
+    "max_positions": 32_768,
+}
 QWEN3_BLANK = 151_669  # the first free id of its tokenizer
 
 SHAPES: dict[str, ModelConfig] = {

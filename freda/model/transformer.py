@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight * wide.to(x.dtype)).to(x.dtype)  # under autocast the weight is wider than x
+        return self.weight * wide.to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -30,7 +30,7 @@ from freda.errors import AgreedError, FredaError
 from freda.methods.method import Step
 from freda.train import checkpoint
 from freda.train.metrics import MetricsFile, ProgressLine
-from freda.train.optim import learning_rate, pass_numbers
+from freda.train.optim import clip_and_update, learning_rate, pass_numbers
 from freda.train.parallel import Ranks, own_part, release
 from freda.train.setup import Run, setup
 
@@ -195,9 +195,7 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     seen = run.ranks.gather(torch.cat([losses, norm[None]])).tolist()  # the one time that the host waits
     by_rank, norm_of_all = [row[:-1] for row in seen], math.sqrt(sum(row[-1] ** 2 for row in seen))
     _require_finite(run, step, by_rank, norm_of_all, sum(labels))
-    scale = torch.clamp(config.clip / (torch.tensor(norm_of_all, dtype=torch.float32) + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, float(scale))
-    run.optimizer.step()
+    clip_and_update(run.optimizer, gradients, norm_of_all, config.clip)
     run.optimizer.zero_grad(set_to_none=True)
     by_group = [sum(group) for group in zip(*by_rank, strict=True)]
     numbers = {"loss": sum(by_group) / sum(labels), "grad_norm": norm_of_all, "lr": rate, "labels": sum(labels)}
@@ -223,9 +221,8 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
     for batch, share, passes in zip(batches, run.shares, _passes(run, step), strict=True):
         row = torch.arange(share.start, share.stop)
         at = Step(seed, step, row, step / config.train.steps, passes)
-        with autocast(config.train.dtype, run.device):
-            loss = run.root(run.method.loss, batch, config.method, at)
-        (loss / labels).backward()
+        loss = run.call(run.method.loss, batch, config.method, at)
+        (loss / labels).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach().double())
     return torch.stack(losses)
 
@@ -272,8 +269,7 @@ def validate(run: Run) -> dict[str, float]:
     for first in range(0, count, size):
         batch, row = _validation_share(run, first, min(size, count - first))
         at = Step(config.train.seed, VALIDATION_STEP, row, 1.0, config.method.passes)
-        with autocast(config.train.dtype, run.device):
-            found = run.root(run.method.validate, batch, config.method, at)
+        found = run.call(run.method.validate, batch, config.method, at)
         names = ["labels", *found]
         counted = run.method.labels(batch, config.method).sum()
         sums.append(torch.stack([value.double() for value in (counted, *found.values())]))
@@ -299,13 +295,6 @@ def _validation_share(run: Run, first: int, count: int) -> tuple[Batch, Tensor]:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch where the model is; the copy to a GPU does not hold up the program, if the batch is pinned."""
     return Batch(*(part.to(device, non_blocking=True) for part in batch))
-
-
-def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """bf16 compute over fp32 master weights (M17); nothing for float32."""
-    if dtype == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from freda.config import TrainConfig
 from freda.methods.noise import Purpose, uniform
@@ -20,7 +23,22 @@ def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+    fused = bool(learning) and learning[0].is_cuda  # one kernel that reads and writes every state once
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
+
+
+def clip_and_update(optimizer: torch.optim.AdamW, gradients: Sequence[Tensor], norm: float, most: float) -> None:
+    """One step of the optimizer with gradients scaled down to the norm `most`.
+
+    The fused kernel scales while it reads them, by the hook that gradient scalers use: a pass over all less.
+    """
+    scale = min(1.0, most / (norm + 1e-6))
+    whole = not isinstance(optimizer.param_groups[0]["params"][0], DTensor)  # sharded weights do not mix with a scalar
+    if optimizer.defaults["fused"] and whole:
+        optimizer.grad_scale = torch.tensor(1.0 / scale, device=gradients[0].device)  # type: ignore[attr-defined]
+    elif scale < 1.0:
+        torch._foreach_mul_(list(gradients), scale)
+    optimizer.step()
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -138,21 +138,36 @@ class Root(nn.Module):
         """`function(model, *arguments)`."""
         return function(self.model, *arguments)
 
+    def in_bfloat16(self, function: Callable[..., T], *arguments: object) -> T:
+        """The same with bf16 copies of the weights, made once for all forwards of the call (M17).
+
+        Gradients of all forwards add up in the copies and reach the fp32 weights once. Under autocast every compiled
+        layer would cast its weights anew in every forward and backward, and sum the residual stream in fp32.
+        """
+        half = {name: weight.bfloat16() for name, weight in self.named_parameters() if not _exact(name)}
+        result: T = torch.func.functional_call(self, half, (function, *arguments))
+        return result
+
+
+def _exact(name: str) -> bool:
+    """Weights that stay in fp32: the scorer's own, which is small and whose scores differ little."""
+    return ".scorer." in f".{name}." and ".last_layer." not in name
+
 
 def shard(root: Root, dtype: str, device: torch.device, ranks: Ranks, *, reshard: bool) -> None:
-    """Leave each rank its part of every weight. With bfloat16, layers are gathered in it, and gradients summed in fp32.
-
-    The root's weights are gathered in fp32, so that embeddings, and with them the sums of a row through all layers, are
-    what one process computes under autocast.
-    """
+    """Leave each rank its part of every weight. With bfloat16, weights are gathered in it, the scorer's own excepted,
+    and gradients are summed in fp32."""
     mesh = init_device_mesh(device.type, (ranks.world,))
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     policy = half if dtype == "bfloat16" else exact
-    for module in list(root.modules()):
+    for name, module in list(root.named_modules()):
         if isinstance(module, Layer):
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(root, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+            own = exact if _exact(name) else policy
+            fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=reshard)
+    if root.model.scorer is not None:
+        fully_shard(root.model.scorer, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for part in _parts(root):  # add gradients, do not average: losses are divided by the labels of all ranks already
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +21,8 @@ from freda.model.transformer import Transformer, pick_device
 from freda.model.weights import load_model
 from freda.train.optim import make_optimizer
 from freda.train.parallel import Ranks, Root, check_gpu, shard
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -42,18 +46,37 @@ class Run:
         train = self.config.train
         self.shares = rank_rows(train.batch_rows, train.group_rows, rank=self.ranks.rank, world=self.ranks.world)
 
+    def call(self, function: Callable[..., T], *arguments: object) -> T:
+        """`function(model, *arguments)` in the run's precision; several processes gather the weights in it."""
+        if self.config.train.dtype == "bfloat16" and self.ranks.world == 1:
+            return self.root.in_bfloat16(function, *arguments)
+        result: T = self.root(function, *arguments)
+        return result
+
 
 def setup(config: Config, resume_from: Path | None = None, ranks: Ranks = Ranks()) -> Run:
     """Model, data and optimizer of a run, checked against each other; the weights of a checkpoint to resume from."""
     device = pick_device(config.train.device)
     run = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
     run.model.backend = pick_backend(config.train.attention, device)
+    if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
+        compile_layers(run.model, config.train.activations)
     if ranks.world == 1:
         run.model.to(device)
     else:
         shard(run.root, config.train.dtype, device, ranks, reshard=config.train.reshard)
     run.optimizer = make_optimizer(run.model, config.train)  # over what each rank has
     return run
+
+
+def compile_layers(model: Transformer, activations: float) -> None:
+    """Compile the forward of every layer; they share the code of one. `activations` is the share kept for backward.
+
+    Only the forward, not the module: what FSDP does before and after it stays outside.
+    """
+    torch._functorch.config.activation_memory_budget = activations
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True)
 
 
 def _assemble(config: Config, resume_from: Path | None, device: torch.device, ranks: Ranks) -> Run:

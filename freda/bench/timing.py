@@ -1,0 +1,50 @@
+"""Times on the device, and the limits they are held against, measured in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def seconds(function: Callable[[], object], device: torch.device, *, repeats: int = 5, warm_up: int = 1) -> float:
+    """The median time of a call; the device's own clock on CUDA."""
+    for _ in range(warm_up):
+        function()
+    times: list[float] = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            function()
+            end.record()
+            torch.cuda.synchronize(device)
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            begun = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a large product of random matrices: zeros would run faster than real data."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: a @ b, device, repeats=20, warm_up=5)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy much larger than the caches."""
+    size = (1 << 32) if device.type == "cuda" else (1 << 27)
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source), device, repeats=10, warm_up=2)
+
+
+def about(device: torch.device) -> dict[str, str]:
+    """What a table of times must say about itself."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"device": name, "torch": torch.__version__}

@@ -1,0 +1,351 @@
+"""`freda bench train`: optimizer steps of a shape with random weights, as a share of the matmul rate of the same run.
+
+What counts is useful arithmetic (`train/flops.py`): recomputation earns nothing, and a pass without gradient only its
+forward. The steps are those of `freda train`, with data that needs no files; `--compare` adds the plain twins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from freda.bench.timing import about, matmul_rate, seconds
+from freda.config import Config, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.loader import Batch, Loader
+from freda.data.tokenizer import Tokenizer
+from freda.errors import FredaError, require
+from freda.methods import METHODS
+from freda.methods.draft import CleanHalf, clean_half
+from freda.methods.method import Step
+from freda.methods.self_refine import initial_draft, refine
+from freda.model import head
+from freda.model.attention import attend, make_mask, pick_backend
+from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.shapes import QWEN3_BLANK, SHAPES
+from freda.model.transformer import Transformer, pick_device
+from freda.model.weights import DTYPES
+from freda.train import loop
+from freda.train.flops import step_flops, visible_pairs
+from freda.train.optim import clip_and_update, make_optimizer
+from freda.train.parallel import Root
+from freda.train.setup import Run, compile_layers
+
+NOTHING = cast(Tokenizer, None)  # a bench writes no model
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is measured."""
+
+    shape: ModelConfig
+    seq_len: int
+    rows: int
+    documents: int  # per row, of equal length
+    passes: Sequence[int]
+    method: MethodConfig
+    activations: float
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of the documents of a row."""
+        return [self.seq_len // self.documents] * self.documents
+
+
+class RandomRows:
+    """Packed rows of random tokens, in place of a `Loader`."""
+
+    def __init__(self, load: Load, blank: int) -> None:
+        self.load, self.blank = load, blank
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Rows `first` to `first + count`, always the same."""
+        generator = torch.Generator().manual_seed(first)
+        shape = (count, self.load.seq_len)
+        length = self.load.lengths[0]
+        place = torch.arange(self.load.seq_len, dtype=torch.int32).expand(shape)
+        tokens = torch.randint(0, self.blank, shape, generator=generator)
+        return Batch(tokens, place // length, place % length, torch.zeros(shape, dtype=torch.bool))
+
+
+def bench_train(
+    shape: str,
+    *,
+    seq_len: int,
+    rows: int,
+    documents: int,
+    passes: Sequence[int],
+    method: str,
+    activations: float,
+    compare: bool,
+    device: str,
+    note: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """Measure everything; returns what the table shows."""
+    require(shape in SHAPES, f"there is no shape {shape!r}; use one of {', '.join(SHAPES)}")
+    require(
+        method in ("autoregressive", "block-diffusion", "self-refine"),
+        f"the bench trains no {method}; use autoregressive, block-diffusion or self-refine",
+    )
+    require(seq_len % (4 * documents) == 0, f"{documents} documents of whole blocks do not fill {seq_len} tokens")
+    place, config = pick_device(device), MethodConfig(name=method, passes=max(passes))  # type: ignore[arg-type]
+    load = Load(SHAPES[shape], seq_len, rows, documents, passes, config, activations)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    rate = matmul_rate(place, dtype)
+    note(f"matmul rate {rate / 1e12:.1f} TFLOP/s")
+    run = make_run(load, place, dtype)
+    table = [_step_row(run, load, t, rate, note) for t in passes]
+    parts = _parts(run, load, note) if method == "self-refine" else []
+    peak = torch.cuda.max_memory_allocated(place) / 1e9 if place.type == "cuda" else None
+    found = {
+        **about(place),
+        "shape": shape,
+        "rows": rows,
+        "seq_len": seq_len,
+        "documents": documents,
+        "method": method,
+        "dtype": str(dtype).removeprefix("torch."),
+        "activations": activations,
+        "matmul_tflops": rate / 1e12,
+        "peak_gb": peak,
+        "steps": table,
+        "mean_share": statistics.fmean(row["share"] for row in table),
+        "parts": parts,
+    }
+    if compare:
+        del run
+        found["compare"] = list(_compared(load, place, dtype, rate, note))
+    return found
+
+
+def make_run(load: Load, device: torch.device, dtype: torch.dtype, *, compiled: bool | None = None) -> Run:
+    """A run as `freda train` would set it up, without files."""
+    blank = min(QWEN3_BLANK, load.shape.vocab_size - 1)
+    with torch.device(device):
+        model = Transformer(load.shape, blank)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)
+    model.backend = pick_backend("auto", device)
+    if compiled if compiled is not None else device.type == "cuda":
+        compile_layers(model, load.activations)
+    name = next(name for name, kind in DTYPES.items() if kind == dtype)
+    config = Config(
+        model=load.shape,
+        data=DataConfig(seq_len=load.seq_len),
+        method=load.method,
+        train=TrainConfig(batch_rows=load.rows, group_rows=load.rows, dtype=name, lr=1e-6),  # type: ignore[arg-type]
+    )
+    rows = cast(Loader, RandomRows(load, blank))
+    run = Run(config, METHODS[load.method.name], model, NOTHING, rows, rows, device, Root(model))
+    run.optimizer = make_optimizer(model, config.train)
+    return run
+
+
+def _step_row(run: Run, load: Load, passes: int, rate: float, note: Callable[[str], None]) -> dict[str, Any]:
+    """Whole optimizer steps, all with the same number of passes."""
+    method = METHODS[load.method.name]
+
+    def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
+        return method.loss(model, batch, config, step._replace(passes=passes))
+
+    run.method = cast(Any, SimpleNamespace(**{**vars(method), "loss": loss}))
+    numbers = iter(range(10**6))
+    time = seconds(lambda: loop.take_step(run, next(numbers)), run.device, warm_up=3)
+    run.method = method
+    flops = step_flops(
+        load.shape,
+        load.method,
+        load.rows * load.seq_len,
+        load.rows * visible_pairs(load.lengths, load.method.block_size),
+        passes,
+    )
+    row = {
+        "passes": passes,
+        "seconds": time,
+        "tokens_per_s": load.rows * load.seq_len / time,
+        "tflops": flops / 1e12,
+        "share": flops / time / rate,
+    }
+    note(f"step with {passes} passes: {1e3 * time:.1f} ms, {100 * row['share']:.1f}% of the matmul rate")
+    return row
+
+
+def _parts(run: Run, load: Load, note: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Pieces of a step by themselves."""
+    batch = loop.to_device(run.rows.batch(0, load.rows), run.device)
+    config, device = load.method, run.device
+    at = Step(0, 0, torch.arange(load.rows), 0.0, 1)
+
+    def timed(name: str, function: Callable[..., object], *, gradient: bool = False) -> dict[str, Any]:
+        def call() -> None:
+            with torch.set_grad_enabled(gradient):
+                run.call(function)
+
+        return _part(name, seconds(call, device, warm_up=2), note)
+
+    def both_halves(model: Transformer) -> None:
+        refine(model, clean_half(model, batch, 4), initial_draft(model, batch, config, None), config)
+
+    def whole(model: Transformer) -> None:
+        run.method.loss(model, batch, config, at).backward()  # type: ignore[no-untyped-call]
+
+    rows = [
+        timed("forward of both halves, no gradient", both_halves),
+        timed("forward and backward, 1 pass", whole, gradient=True),
+        timed("loss with its gradients", lambda model: _loss_alone(model, batch), gradient=True),
+        timed("attention of all layers, forward", lambda model: _attention(model, batch, backward=False)),
+        timed("attention of all layers, with backward", lambda m: _attention(m, batch, backward=True), gradient=True),
+    ]
+    with torch.no_grad():
+        clean = run.call(lambda model: clean_half(model, batch, 4))
+    one_pass = timed("a pass without gradient", lambda m: _one_pass(m, batch, clean, config))
+    run.optimizer.zero_grad(set_to_none=True)
+    return [rows[0], one_pass, *rows[1:], _optimizer_part(run, note)]
+
+
+def _one_pass(model: Transformer, batch: Batch, clean: CleanHalf, config: MethodConfig) -> None:
+    refine(model, clean, initial_draft(model, batch, config, None), config)
+
+
+def _part(name: str, time: float, note: Callable[[str], None]) -> dict[str, Any]:
+    note(f"{name}: {1e3 * time:.1f} ms")
+    return {"part": name, "seconds": time}
+
+
+def _optimizer_part(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
+    weights = [weight for weight in run.model.parameters() if weight.requires_grad]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 1e-6)
+    gradients = [cast(Tensor, weight.grad) for weight in weights]
+
+    def update() -> None:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        clip_and_update(run.optimizer, gradients, float(norm), 1.0)
+
+    found = _part("norm, clipping and update", seconds(update, run.device, warm_up=1), note)
+    run.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def _loss_alone(model: Transformer, batch: Batch) -> None:
+    generator = torch.Generator(batch.tokens.device).manual_seed(0)
+    shape = (*batch.tokens.shape, model.config.dim)
+    hidden = torch.randn(shape, device=batch.tokens.device, generator=generator).to(model.head_weight.dtype)
+    weights = torch.ones(batch.tokens.shape, device=batch.tokens.device)
+    model.head(hidden.requires_grad_(True)).cross_entropy(batch.tokens, weights).backward()  # type: ignore[no-untyped-call]
+
+
+def _attention(model: Transformer, batch: Batch, *, backward: bool) -> None:
+    """Attention of both halves, as often as there are layers."""
+    shape, device, dtype = model.config, batch.tokens.device, model.head_weight.dtype
+    rows, length = batch.tokens.shape
+    clean = clean_tokens(batch.document, batch.position, 4)
+    draft = draft_tokens(batch.document, batch.position, 4)
+    for queries, keys in ((clean, clean), (draft, concat(clean, draft))):
+        mask = make_mask(queries, keys, model.backend)
+        sizes = ((shape.heads, length), *((shape.kv_heads, keys.document.shape[1]),) * 2)
+        q, k, v = (
+            torch.randn(rows, h, n, shape.head_dim, device=device, dtype=dtype, requires_grad=backward)
+            for h, n in sizes
+        )
+        for _ in range(shape.layers):
+            out = attend(q, k, v, mask)
+            if backward:
+                torch.autograd.grad(out, (q, k, v), out)
+
+
+# -- the plain twins -------------------------------------------------------------------------------------------------
+
+
+def _compared(
+    load: Load, device: torch.device, dtype: torch.dtype, rate: float, note: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Steps of one pass: as they are, and with one thing at a time done plainly."""
+    one = replace(load, passes=(1,))
+    for name, variant in (
+        ("as it is", _as_it_is),
+        ("eager layers", _eager),
+        ("dense mask", _dense),
+        ("full logits", _full),
+    ):
+        note(name)
+        try:
+            with variant(one, device, dtype) as run:
+                yield {"variant": name, **_step_row(run, one, 1, rate, note)}
+        except torch.OutOfMemoryError:
+            yield {"variant": name, "error": "out of memory"}
+        except FredaError as error:
+            yield {"variant": name, "error": str(error)}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _as_it_is(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
+    yield make_run(load, device, dtype)
+
+
+@contextlib.contextmanager
+def _eager(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
+    yield make_run(load, device, dtype, compiled=False)
+
+
+@contextlib.contextmanager
+def _dense(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
+    run = make_run(load, device, dtype)
+    run.model.backend = "sdpa"
+    yield run
+
+
+@contextlib.contextmanager
+def _full(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
+    """Logits of all positions at once, their loss by autograd."""
+    chunked = head.Logits.cross_entropy
+
+    def plain(self: head.Logits, labels: Tensor, weights: Tensor) -> Tensor:
+        losses = torch.nn.functional.cross_entropy(self.all().flatten(0, -2), labels.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum()
+
+    head.Logits.cross_entropy = plain  # type: ignore[method-assign]
+    try:
+        yield make_run(load, device, dtype)
+    finally:
+        head.Logits.cross_entropy = chunked  # type: ignore[method-assign]
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+def table_lines(found: dict[str, Any]) -> list[str]:
+    """What is printed."""
+    memory = "" if found["peak_gb"] is None else f", {found['peak_gb']:.0f} GB at the peak"
+    lines = [
+        f"{found['shape']}, {found['rows']} rows of {found['seq_len']}, {found['method']}, {found['dtype']}, "
+        f"{found['device']}: matmul {found['matmul_tflops']:.1f} TFLOP/s{memory}",
+        "",
+        "| step | ms | clean tokens/s | share of the matmul rate |",
+        "|---|---:|---:|---:|",
+    ]
+    lines += [_step_line(f"{row['passes']} passes", row) for row in found["steps"]]
+    lines.append(f"| mean | | | {100 * found['mean_share']:.1f}% |")
+    if found["parts"]:
+        lines += ["", "| part | ms |", "|---|---:|"]
+        lines += [f"| {part['part']} | {1e3 * part['seconds']:.1f} |" for part in found["parts"]]
+    if "compare" in found:
+        lines += ["", "| variant, 1 pass | ms | clean tokens/s | share of the matmul rate |", "|---|---:|---:|---:|"]
+        lines += [
+            f"| {row['variant']} | {row['error']} | | |" if "error" in row else _step_line(row["variant"], row)
+            for row in found["compare"]
+        ]
+    return lines
+
+
+def _step_line(name: str, row: dict[str, Any]) -> str:
+    return f"| {name} | {1e3 * row['seconds']:.1f} | {row['tokens_per_s']:,.0f} | {100 * row['share']:.1f}% |"
