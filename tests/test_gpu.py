@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
 from freda.data.loader import Batch
@@ -17,7 +19,9 @@ from freda.methods.best_of_n import frozen_clean_half, proposal, sampled_slots, 
 from freda.methods.method import Step
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.train import loop
+from freda.train import checkpoint, loop
+from freda.train.optim import make_optimizer
+from freda.train.parallel import shard
 from tests.conftest import EOS, packed_batch, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -123,3 +127,54 @@ def test_training_in_bfloat16_with_flex(tmp_path: Path) -> None:
         config = replace(base, train=replace(base.train, attention=attention, dtype=dtype))  # type: ignore[arg-type]
         losses[attention] = loop.train(config, tmp_path / attention).validation["loss"]
     assert losses["flex"] == pytest.approx(losses["sdpa"], rel=0.05) and losses["flex"] < 4
+
+
+def test_sharding_on_one_gpu_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of FSDP2 but its partners: gathering in bfloat16, flex masks through its hooks, sums in fp32, one rank."""
+    prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
+    train = TrainConfig(steps=6, batch_rows=8, group_rows=4, lr=3e-3, warmup_steps=2, validation_rows=6, device="cuda")
+    config = Config(
+        model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),
+        data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
+        train=replace(train, dtype="bfloat16"),
+    )
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    found = []
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    try:
+        for sharded in (False, True):
+            run = loop.setup(config)
+            if sharded:
+                shard(run.root, "bfloat16", run.device, run.ranks, reshard=True)
+                run.optimizer = make_optimizer(run.model, config.train)
+            steps = [loop.take_step(run, step) for step in range(6)]
+            found.append([*(n["loss"] for n in steps), *(n["grad_norm"] for n in steps), loop.validate(run)["loss"]])
+    finally:
+        dist.destroy_process_group()
+    assert found[1] == pytest.approx(found[0], rel=2e-2)
+    assert found[1][:6] == pytest.approx(found[0][:6], rel=2e-3)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """100 M parameters: copying the state holds training up for less than writing it would."""
+    prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
+    run = loop.setup(
+        Config(
+            model=ModelConfig(dim=1024, layers=8, heads=8, kv_heads=8, head_dim=128, ffn_dim=3072),
+            data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
+            train=TrainConfig(steps=20, batch_rows=8, group_rows=8, device="cuda", dtype="bfloat16"),
+        )
+    )
+    for step in range(3):
+        loop.take_step(run, step)
+    with checkpoint.Saver(tmp_path / "run", run.tokenizer, run.config.method, run.ranks, keep=1) as saver:
+        begun = time.perf_counter()
+        saver.start(run.model, run.optimizer, 3, None)
+        copied = time.perf_counter() - begun
+        loop.take_step(run, 3)
+        stepped = time.perf_counter() - begun - copied
+        saver.wait()
+        written = time.perf_counter() - begun
+    print(f"copied in {copied:.2f} s, a step beside took {stepped:.2f} s, written after {written:.2f} s")
+    assert copied + stepped < written

@@ -48,7 +48,9 @@ from freda.train.parallel import Ranks, own_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHECKSUMS, OPTIMIZER, DAMAGED = "checksums.json", "optimizer", ".damaged"
-BYTES_PER_FILE = 2**31  # of moments: each file is put together in memory before it is written
+# Each file of moments is put together in memory before it is written, which holds up all threads: training beside stood
+# still for up to 0.2 s with files of 256 MB, for 2.0 s with 2 GB (H200, 8.6 GB of moments, torch 2.11).
+BYTES_PER_FILE = 2**28
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # it may be
 
@@ -63,6 +65,38 @@ class Snapshot(NamedTuple):
     moments: dict[str, Tensor]  # this rank's part of all
 
 
+class Staging:
+    """Memory for one snapshot, used again for the next. For a GPU it is pinned: 8.6 GB are copied in 0.16 s, instead of
+    5.8 s into new memory; the first time takes 4.5 s (H200)."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, Tensor] = {}
+        self._moments = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+
+    def take(
+        self, model: Transformer, optimizer: torch.optim.AdamW, ranks: Ranks, step: int, validation: float | None
+    ) -> Snapshot:
+        """Copy everything that the steps to come will change. Sharded weights are put together one by one."""
+        state = model.state_dict()
+        files = weight_files({name: tensor.nbytes for name, tensor in state.items()}, ranks.world)
+        for name, tensor in state.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if files[name][0] == ranks.rank:
+                if name not in self._weights:
+                    self._weights[name] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                self._weights[name].copy_(whole.detach(), non_blocking=True)
+        moments = {
+            f"{moment}.{name}": optimizer.state[weight][moment]
+            for name, weight in _learning(model)
+            for moment in MOMENTS
+            if own_part(weight).numel()
+        }
+        staged: dict[str, Tensor] = self._moments.stage(moments)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return Snapshot(step, validation, self._weights, {name: file for name, (_, file) in files.items()}, staged)
+
+
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
@@ -75,6 +109,7 @@ class Saver:
 
     def __init__(self, run: Path, tokenizer: Tokenizer, method: MethodConfig, ranks: Ranks, *, keep: int) -> None:
         self._run, self._tokenizer, self._method, self._ranks, self._keep = run, tokenizer, method, ranks, keep
+        self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -93,7 +128,7 @@ class Saver:
     def start(self, model: Transformer, optimizer: torch.optim.AdamW, step: int, validation: float | None) -> None:
         """Copy the state and begin to write it, once the checkpoint before is written."""
         self.wait()
-        shot = take_snapshot(model, optimizer, self._ranks, step, validation)
+        shot = self._staging.take(model, optimizer, self._ranks, step, validation)
         self._thread = threading.Thread(target=self._work, args=(shot, model), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -158,7 +193,7 @@ class Saver:
         names, held = dict[str, int](), 0
         for name, tensor in moments.items():
             names[name] = 1 + held // BYTES_PER_FILE
-            held += tensor.nbytes
+            held += own_part(tensor).nbytes
         alone, group = self._ranks.world == 1, self._ranks.saving
         # A rank has no part of a tensor with fewer rows than ranks, but all must know the file of each.
         names = {name: number for part in self._ranks.exchange(names, group) for name, number in part.items()}
@@ -176,27 +211,6 @@ class Saver:
         weights = {folder / shot.files[name] for name in shot.weights}
         others = set(folder.iterdir()) - {folder / name for name in shot.files.values()} - {folder / OPTIMIZER}
         return sorted([*shards, *weights, *(others if self._ranks.first else ())])
-
-
-def take_snapshot(
-    model: Transformer, optimizer: torch.optim.AdamW, ranks: Ranks, step: int, validation: float | None
-) -> Snapshot:
-    """Copy everything to memory that the steps to come do not touch. Sharded weights are put together one by one."""
-    state = model.state_dict()
-    files = weight_files({name: tensor.nbytes for name, tensor in state.items()}, ranks.world)
-    weights: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if files[name][0] == ranks.rank:
-            weights[name] = whole.detach().to("cpu", copy=True).contiguous()
-    moments = {
-        f"{moment}.{name}": optimizer.state[weight][moment]
-        for name, weight in _learning(model)
-        for moment in MOMENTS
-        if own_part(weight).numel()
-    }
-    staged: dict[str, Tensor] = BlockingAsyncStager().stage(moments)
-    return Snapshot(step, validation, weights, {name: file for name, (_, file) in files.items()}, staged)
 
 
 def weight_files(sizes: Mapping[str, int], world: int) -> dict[str, tuple[int, str]]:
