@@ -11,7 +11,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from freda.errors import FredaError
@@ -51,29 +51,35 @@ def load(folder: Path) -> list[Example]:
 
 def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
     """Compare every answer with the published one, in worker processes."""
-    answers = [answer_of(text) for text in texts]
-    graded = [Graded(False, "no answer", "")] * len(answers)
-    waiting = [index for index, answer in enumerate(answers) if answer]
-    while waiting:
-        verdicts = _verdicts([(examples[index].gold, answers[index]) for index in waiting])
-        for index, right in verdicts.items():
-            gold, answer = examples[waiting[index]].gold, answers[waiting[index]]
-            reason = "right" if right else f"{answer[:60]} is not {gold[:60]}"
-            graded[waiting[index]] = Graded(
-                bool(right), reason if right is not None else f"the grader gave up after {SECONDS} s", answer
-            )
-        waiting = [place for index, place in enumerate(waiting) if index not in verdicts]
-    return graded
+    pairs = [(example.gold, answer_of(text)) for example, text in zip(examples, texts, strict=True)]
+    verdicts = iter(in_workers(same, [pair for pair in pairs if pair[1]]))
+    return [
+        _graded(gold, answer, next(verdicts)) if answer else Graded(False, "no answer", "") for gold, answer in pairs
+    ]
 
 
-def _verdicts(pairs: Sequence[tuple[str, str]]) -> dict[int, bool | None]:
+def _graded(gold: str, answer: str, right: bool | None) -> Graded:
+    reason = "right" if right else f"{answer[:60]} is not {gold[:60]}"
+    return Graded(bool(right), reason if right is not None else f"the grader gave up after {SECONDS} s", answer)
+
+
+def in_workers(check: Callable[[str, str], bool], pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
+    """What `check` says of every pair, in processes that are killed when one takes too long: None."""
+    found: dict[int, bool | None] = {}
+    while waiting := [index for index in range(len(pairs)) if index not in found]:
+        verdicts = _verdicts(check, [pairs[index] for index in waiting])
+        found |= {waiting[number]: verdict for number, verdict in verdicts.items()}
+    return [found[index] for index in range(len(pairs))]
+
+
+def _verdicts(check: Callable[[str, str], bool], pairs: Sequence[tuple[str, str]]) -> dict[int, bool | None]:
     """Verdicts by number: all, or, when an answer makes its process hang, None for it and what is done so far."""
     found: dict[int, bool | None] = {}
     workers = min(os.cpu_count() or 1, len(pairs))
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for ready in [pool.submit(same, "1", "1") for _ in range(workers)]:
+        for ready in [pool.submit(check, "1", "1") for _ in range(workers)]:
             ready.result()  # a process that is still starting, on a busy machine, must not use up an answer's time
-        futures = [pool.submit(same, *pair) for pair in pairs]
+        futures = [pool.submit(check, *pair) for pair in pairs]
         for number, future in enumerate(futures):
             try:
                 found[number] = future.result(timeout=SECONDS)
