@@ -7,6 +7,7 @@ Only this module ends the process.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -217,6 +218,7 @@ def convert(
 @app.command(
     "eval",
     epilog="Examples: **freda eval runs/mine --task gsm8k --data ~/benchmarks --out runs/mine/gsm8k**; "
+    "**freda eval runs/mine --harness --task gsm8k --data ~/benchmarks**; "
     "**freda eval --self-check --data ~/benchmarks**; **freda eval --compare runs/a/gsm8k runs/b/gsm8k**",
 )
 def evaluate_(
@@ -244,13 +246,16 @@ def evaluate_(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer; a task may set less.")] = 1024,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    harness: Annotated[
+        bool, typer.Option("--harness", help="Let lm-evaluation-harness ask, and compare; its own tasks work too.")
+    ] = False,
     self_check: Annotated[bool, typer.Option("--self-check", help="Grade the published answers instead.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Instead: paired difference of two folders, one task's each.")
     ] = None,
 ) -> None:
     """Answer a benchmark's questions and grade them; stopped, it goes on with the next question."""
-    from freda.eval.command import check_graders, compare_folders, download_tasks, evaluate_tasks
+    from freda.eval.command import ask_by_harness, check_graders, compare_folders, download_tasks, evaluate_tasks
 
     if compare is not None:
         compare_folders(*compare)
@@ -266,18 +271,8 @@ def evaluate_(
     if model is None or not task:
         raise FredaError("name a model and a --task, or check the graders with --self-check")
     settings = {"passes": passes, "threshold": threshold, "width": width, "tau": tau, "max_new_tokens": max_new_tokens}
-    evaluate_tasks(
-        model,
-        task,
-        data,
-        out,
-        settings,
-        limit=limit,
-        unpublished=unpublished,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-    )
+    how: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "device": device, "dtype": dtype}
+    (ask_by_harness if harness else evaluate_tasks)(model, task, data, out, settings, unpublished=unpublished, **how)
 
 
 @app.command(
@@ -396,6 +391,7 @@ def main() -> NoReturn:
 
 def run(arguments: list[str], *, debug: bool = False) -> int:
     """Carry out one command line; returns the exit code."""
+    logging.getLogger("freda").setLevel(logging.DEBUG if debug else logging.WARNING)
     try:
         code = app(args=arguments, standalone_mode=False)
         return code if isinstance(code, int) else 0

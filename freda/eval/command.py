@@ -1,4 +1,4 @@
-"""`freda eval`: tasks by name, one folder of results each; and the check of the graders."""
+"""`freda eval`: tasks by name, one folder of results each, asked by us or by lm_eval; and the check of the graders."""
 
 from __future__ import annotations
 
@@ -90,12 +90,47 @@ def evaluate_tasks(
         )
 
 
-def _progress(name: str) -> Any:
-    end = "\r" if sys.stderr.isatty() else "\n"
+def ask_by_harness(
+    path: Path,
+    names: Sequence[str],
+    data: Path,
+    out: Path | None,
+    settings: dict[str, Any],
+    *,
+    limit: int,
+    unpublished: bool,
+    batch_size: int,
+    device: str,
+    dtype: str,
+) -> None:
+    """Let lm-evaluation-harness ask the tasks, ours or its own; a line on stdout for each."""
+    from freda.eval.harness import check_installed, harness_line, run_task
 
-    def show(done: int, total: int, share: float) -> None:
+    check_installed()
+    require(limit >= 0, f"limit is {limit}; use 0 (all) or more")
+    require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+    decoding = DecodeConfig(**settings)
+    folder = out or resolve_model_folder(path) / "eval"
+    asked = {
+        name: load_examples(TASKS[name], data, limit, unpublished=unpublished) if name in TASKS else None
+        for name in names
+    }
+    loaded = load_model(path, pick_device(device), DTYPES[dtype])
+    for name, examples in asked.items():
+        place, counts = folder / name, {"batch_size": batch_size, "limit": limit}
+        show = _progress(f"{name} by lm_eval")
+        found = run_task(loaded, name, examples, place, data=data, settings=decoding, **counts, progress=show)
+        print(f"{harness_line(found)}; {place}")
+
+
+def _progress(name: str) -> Any:
+    stream = sys.stderr  # of now: lm_eval runs with another one
+    end = "\r" if stream.isatty() else "\n"
+
+    def show(done: int, total: int, share: float | None = None) -> None:
         last = "\n" if done == total else end
-        print(f"{name}: {done:,} of {total:,}, {100 * share:.1f}% right so far", end=last, file=sys.stderr, flush=True)
+        right = "" if share is None else f", {100 * share:.1f}% right so far"
+        print(f"{name}: {done:,} of {total:,}{right}", end=last, file=stream, flush=True)
 
     return show
 
