@@ -16,12 +16,15 @@ from freda.data.prepare import prepare_corpus
 from freda.decode.generate import Request, generate
 from freda.methods import METHODS
 from freda.methods.best_of_n import frozen_clean_half, proposal, sampled_slots, score_slots
+from freda.methods.draft import likeliest
 from freda.methods.method import Step
+from freda.model import head
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.train import checkpoint, loop
 from freda.train.optim import make_optimizer
 from freda.train.parallel import shard
+from freda.train.setup import compile_layers
 from tests.conftest import EOS, packed_batch, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -178,3 +181,58 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         written = time.perf_counter() - begun
     print(f"copied in {copied:.2f} s, a step beside took {stepped:.2f} s, written after {written:.2f} s")
     assert copied + stepped < written
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "vocabulary"), [(5, 64, 64), (33, 20_032, 20_001), (7, 104, 77), (2, 8192, 8192)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_kernel_equals_its_plain_twin(rows: int, columns: int, vocabulary: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(rows)
+    logits = (torch.randn(rows, columns, device="cuda", generator=generator) * 3).to(dtype)
+    labels = torch.randint(0, vocabulary, (rows,), device="cuda", generator=generator)
+    weights = torch.rand(rows, device="cuda", generator=generator)
+    expected = head.plain_loss_and_gradient(logits.clone(), labels, weights, vocabulary)
+    found = head.loss_and_gradient(logits.clone(), labels, weights, vocabulary)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    assert not found[1][:, vocabulary:].any()
+
+
+def test_loss_and_tokens_by_chunks_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (torch.randn(*s, device="cuda", generator=generator).bfloat16() for s in ((3, 64, 96), (320, 96)))
+    labels, weights = torch.randint(0, 300, (3, 64), device="cuda"), torch.rand(3, 64, device="cuda")
+    found = []
+    for most in (320 * 50, 1 << 28):
+        monkeypatch.setattr(head, "MOST_LOGITS", most)
+        logits = head.Logits(hidden.clone().requires_grad_(True), weight.clone().requires_grad_(True), 300)
+        loss = logits.cross_entropy(labels, weights)
+        (loss / 7).backward()  # type: ignore[no-untyped-call]
+        found.append([loss.detach(), logits.hidden.grad, logits.weight.grad, *likeliest(logits, (48, 4))[:2]])
+    plain = head.Logits(hidden.clone().requires_grad_(True), weight.clone().requires_grad_(True), 300)
+    losses = torch.nn.functional.cross_entropy(plain.all().flatten(0, 1), labels.flatten(), reduction="none")
+    ((losses * weights.flatten()).sum() / 7).backward()  # type: ignore[no-untyped-call]
+    for one, many in zip(*found, strict=True):
+        torch.testing.assert_close(one, many, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(found[0][1], plain.hidden.grad, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(found[0][2], plain.weight.grad, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["self-refine", "block-diffusion", "best-of-n"])
+def test_compiled_layers_equal_eager_ones(name: str) -> None:
+    """Rows long enough for the one product of queries, keys and values, and for compiled masks; new masks each time."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for compiled in (True, False):
+        model = model_for(name, head_dim=32).cuda()
+        model.backend = "flex"
+        if compiled:
+            compile_layers(model, 1.0)
+        for seed, lengths in enumerate(([[1024, 1024], [2048]], [[512, 1536], [1024, 960]])):
+            batch = Batch(*(part.cuda() for part in packed_batch(lengths, seed)))
+            step = Step(seed=1, step=seed, row=torch.arange(2), progress=0.0, passes=2)
+            loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([w.grad for w in model.parameters() if w.grad is not None])
+            found[compiled] += [loss.item(), norm.item()]
+    assert found[True] == pytest.approx(found[False], rel=2e-3)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -91,7 +94,7 @@ def test_logits_of_a_chunk_are_all_that_is_held(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_chunks_are_equal_where_they_can_be() -> None:
-    assert [part.stop - part.start for part in chunks(8192, 151_680)] == [1024] * 8
+    assert [part.stop - part.start for part in chunks(8192, 151_680)] == [2048] * 4
     for positions in (1, 7, 4096, 5000):
         parts = chunks(positions, 151_680)
         assert [parts[0].start, parts[-1].stop] == [0, positions]
@@ -104,3 +107,20 @@ def test_the_head_multiplies_with_aligned_rows() -> None:
     model = tiny_model()
     hidden = torch.randn(3, 32)
     assert model.head(hidden).all().shape == (3, BLANK) and model.head(hidden).weight.shape == (29, 32)
+
+
+def test_the_kernel_of_the_loss_equals_its_plain_twin() -> None:
+    """In Triton's interpreter, where Triton is installed; on a GPU by tests/test_gpu.py."""
+    pytest.importorskip("triton")
+    program = """
+import torch
+from freda.model.head import plain_loss_and_gradient
+from freda.model.kernels.cross_entropy import loss_and_gradient
+for rows, columns, vocabulary in ((5, 64, 64), (3, 20032, 20001), (7, 100, 77), (2, 8192, 8192)):
+    logits = torch.randn(rows, columns) * 3
+    asked = torch.randint(0, vocabulary, (rows,)), torch.rand(rows), vocabulary
+    expected, found = plain_loss_and_gradient(logits.clone(), *asked), loss_and_gradient(logits.clone(), *asked)
+    torch.testing.assert_close(found, expected)
+    assert not found[1][:, vocabulary:].any()
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)

@@ -101,8 +101,8 @@ def bench_train(
     note(f"matmul rate {rate / 1e12:.1f} TFLOP/s")
     run = make_run(load, place, dtype)
     table = [_step_row(run, load, t, rate, note) for t in passes]
-    parts = _parts(run, load, note) if method == "self-refine" else []
     peak = torch.cuda.max_memory_allocated(place) / 1e9 if place.type == "cuda" else None
+    parts = _parts(run, load, note) if method == "self-refine" else []
     found = {
         **about(place),
         "shape": shape,

@@ -4,7 +4,7 @@ A row of 4,096 tokens over 151,669 ids is 2.5 GB of fp32 logits, several times o
 one needs all of them at once: a loss wants one number a position, a draft its most probable token. `Logits` holds what
 they are made of; `map` and `cross_entropy` make those of one chunk, use them and forget them. `all` is the plain twin.
 
-On CUDA what is done to a chunk is compiled into one or two kernels over its bf16 logits, whose columns are rounded up
+On CUDA what is done to a chunk is one kernel over its bf16 logits, whose columns are rounded up
 to a multiple of 64: 151,669 is odd, and the matrix products then run on kernels without aligned loads, at a sixth of
 the speed (83 instead of 15 ms of a 4B step over one row, measured on an H200).
 """
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_LOGITS = 1 << 28  # held at once: 0.5 GB in bf16, 1,769 positions of Qwen3's vocabulary
+MOST_LOGITS = 1 << 29  # held at once: 1 GB in bf16, 3,539 positions of Qwen3's vocabulary
 ALIGNED = 64  # columns of the matrix products
 ChunkFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -112,13 +112,10 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         for_hidden, for_weight = ctx.saved_tensors
         scale = upstream[0]
-        return (
-            None if for_hidden is None else for_hidden * scale.to(for_hidden.dtype),
-            None if for_weight is None else (for_weight * scale).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-        )
+        if for_weight is not None:  # scaled and rounded in one go: it has a row for every id
+            rounded = torch.empty_like(for_weight, dtype=ctx.weight_dtype)
+            for_weight = torch.mul(for_weight, scale, out=rounded)
+        return None if for_hidden is None else for_hidden * scale.to(for_hidden.dtype), for_weight, None, None, None
 
 
 def plain_loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -130,12 +127,13 @@ def plain_loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, voc
     return loss, ((log_p.exp() - is_label.float()) * weights[:, None]).to(logits.dtype)
 
 
-_compiled = torch.compile(plain_loss_and_gradient, dynamic=False)
-
-
 def loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """`plain_loss_and_gradient`; compiled on CUDA, where it then reads the logits twice and writes them once."""
-    return (_compiled if logits.is_cuda else plain_loss_and_gradient)(logits, labels, weights, vocabulary)
+    """`plain_loss_and_gradient`, on CUDA by a kernel that writes the gradient over the logits."""
+    if logits.is_cuda:
+        from freda.model.kernels import cross_entropy
+
+        return cross_entropy.loss_and_gradient(logits, labels, weights, vocabulary)
+    return plain_loss_and_gradient(logits, labels, weights, vocabulary)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -23,6 +23,8 @@ from freda.errors import FredaError
 from freda.model.attention import Backend, Mask, attend
 from freda.model.head import Logits, aligned
 
+ONE_PRODUCT = 1024  # tokens from which queries, keys and values are projected together
+
 
 class KeysValues(NamedTuple):
     """What one layer remembers of some tokens: keys (rotated) and values, each (R, Hkv, T, C)."""
@@ -73,9 +75,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, KeysValues]:
         """x (R, T, D) to (R, T, D), and the keys and values of x."""
         rows, length, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(rows, length, -1, self.head_dim)).transpose(1, 2)  # (R, H, T, C)
-        k = self.k_norm(self.k_proj(x).view(rows, length, -1, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(x).view(rows, length, -1, self.head_dim).transpose(1, 2)
+        q, k, v = (part.view(rows, length, -1, self.head_dim) for part in self._project(x))
+        q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)  # (R, H, T, C)
         q, k = rotate(q, rotary), rotate(k, rotary)
         new = KeysValues(k, v)
         if past is not None:
@@ -83,6 +84,19 @@ class Attention(nn.Module):
             v = torch.cat([past.values.to(v.dtype), v], dim=2)
         out = attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1)), new
+
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values of x (R, T, D), before their norms.
+
+        Over many tokens on a GPU in one product: that with a grouped key's or value's matrix alone is too narrow and
+        runs at half the rate. Over few, copying the matrices side by side would cost more than it gains.
+        """
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        if not x.is_cuda or x.shape[0] * x.shape[1] < ONE_PRODUCT:
+            return [part(x) for part in parts]
+        bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
+        together = F.linear(x, torch.cat([part.weight for part in parts]), bias)
+        return torch.split(together, [part.out_features for part in parts], dim=-1)
 
 
 class FeedForward(nn.Module):

@@ -30,12 +30,13 @@ def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW
 def clip_and_update(optimizer: torch.optim.AdamW, gradients: Sequence[Tensor], norm: float, most: float) -> None:
     """One step of the optimizer with gradients scaled down to the norm `most`.
 
-    The fused kernel scales while it reads them, by the hook that gradient scalers use: a pass over all less.
+    The fused kernel scales while it reads them, by the attribute that gradient scalers set: half a pass over all less.
     """
     scale = min(1.0, most / (norm + 1e-6))
     whole = not isinstance(optimizer.param_groups[0]["params"][0], DTensor)  # sharded weights do not mix with a scalar
     if optimizer.defaults["fused"] and whole:
-        optimizer.grad_scale = torch.tensor(1.0 / scale, device=gradients[0].device)  # type: ignore[attr-defined]
+        factor = torch.tensor(1.0 / scale, device=gradients[0].device) if scale < 1.0 else None
+        optimizer.grad_scale = factor  # type: ignore[attr-defined]
     elif scale < 1.0:
         torch._foreach_mul_(list(gradients), scale)
     optimizer.step()

@@ -21,7 +21,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -144,9 +144,28 @@ class Root(nn.Module):
         Gradients of all forwards add up in the copies and reach the fp32 weights once. Under autocast every compiled
         layer would cast its weights anew in every forward and backward, and sum the residual stream in fp32.
         """
-        half = {name: weight.bfloat16() for name, weight in self.named_parameters() if not _exact(name)}
+        half = {name: _Half.apply(weight) for name, weight in self.named_parameters() if not _exact(name)}  # type: ignore[no-untyped-call]
         result: T = torch.func.functional_call(self, half, (function, *arguments))
         return result
+
+
+class _Half(torch.autograd.Function):
+    """A bf16 copy of an fp32 weight, by the multi-tensor copy: a plain cast of a gradient to fp32 moves but 1.7 TB/s on
+    an H200."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return _copied(weight, torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+        return _copied(upstream[0], torch.float32)
+
+
+def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    copy = torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+    torch._foreach_copy_([copy], [tensor])
+    return copy
 
 
 def _exact(name: str) -> bool:
