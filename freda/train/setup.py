@@ -74,6 +74,9 @@ def compile_layers(model: Transformer, activations: float) -> None:
 
     Only the forward, not the module: what FSDP does before and after it stays outside.
     """
+    import torch._dynamo.config
+    import torch._functorch.config
+
     torch._functorch.config.activation_memory_budget = activations
     # Halves, with and without gradient, in training and validation: more than the 8 that dynamo allows one function.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

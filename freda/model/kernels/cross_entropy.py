@@ -3,8 +3,6 @@ and its gradient written over it. The plain twin is `head.plain_loss_and_gradien
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,9 +20,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocabular
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(
-    logits: Any, labels: Any, weights: Any, losses: Any, columns: Any, vocabulary: Any, BLOCK: tl.constexpr
-) -> None:
+def _kernel(logits, labels, weights, losses, columns, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     label, weight = tl.load(labels + row), tl.load(weights + row)
