@@ -19,10 +19,12 @@ from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
+from freda.eval.figures import draw
 from freda.eval.run import solution_batch, teacher_forced
 from freda.eval.stability import stability
 from freda.eval.sweep import NEVER, Point, Setting, read_sweep, run_sweep, settings_of
 from freda.eval.tables import (
+    TABLES,
     Score,
     Sweep,
     as_csv,
@@ -353,3 +355,41 @@ def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.M
     assert rows[0]["kept"] != rows[0]["right"], "a clean draft is not a blank one"
     monkeypatch.setattr("freda.eval.stability.MOST_LOGITS", 1)
     assert [{k: pytest.approx(v) for k, v in row.items()} for row in rows] == stability(loaded, texts, 3), "row by row"
+
+
+def many_tasks() -> Sweep:
+    """Four tasks of two kinds and one of choices, two seeds, all parts."""
+    tasks = {"mmlu": "knowledge", "gsm8k": "mathematics", "math500": "mathematics", "humaneval": "coding"}
+    methods = {"base": "autoregressive", "masked": "block-diffusion", "ours": "self-refine", "best": "best-of-n"}
+    whole = SweepConfig(tasks=tuple(tasks))
+    points = []
+    for number, (name, method) in enumerate(methods.items()):
+        for setting in settings_of(whole, SYSTEM, METHODS[method], 4):  # type: ignore[index]
+            for task in tasks if setting == settings_of(whole, SYSTEM, METHODS[method], 4)[0] else list(tasks)[1:]:  # type: ignore[index]
+                for model in range(2):
+                    right = 30 + 8 * number + 4 * min(setting.passes, 4) + int(10 * setting.threshold) - model
+                    answers = "1" * min(right, 100) + "0" * max(0, 100 - right)
+                    points.append(point(name, task, setting, answers, model=model, tpf=4 / setting.passes))
+    sweep = sweep_of(points, methods=methods, tasks=tasks, passes=[1, 2, 3, 4, 5, 6], thresholds=[0.5, 0.7, 0.9])
+    rows = [stable_row(number) for number in range(1, 7)]
+    sweep.stability = [
+        {"system": s, "model": 0, "task": t, "rows": rows} for s in ("ours", "best") for t in list(tasks)[1:]
+    ]
+    return sweep
+
+
+def test_every_part_can_be_drawn_and_tabled_for_many_tasks(tmp_path: Path) -> None:
+    sweep = many_tasks()
+    for part, tables in TABLES.items():
+        assert [path.suffix for path in draw(sweep, part, tmp_path)] == [".png", ".svg"]
+        text = "\n".join(as_markdown(table(sweep)) for table in tables)
+        assert "paper" in text or part == "stability"
+    svg = (tmp_path / "passes.svg").read_text()
+    assert all(words in svg for words in ("Mathematics", "Coding", "Overall", "paper (4B)", "passes per block"))
+    assert "humaneval" in (tmp_path / "pareto.svg").read_text()
+    only = sweep_of(
+        [point("a", "sums", Setting(1, 0.9, 4, 0.1), "10")],
+        methods={"a": "autoregressive"},
+        tasks={"sums": "mathematics"},
+    )
+    assert [draw(only, part, tmp_path) for part in ("stability", "tau", "width")] == [[], [], []], "nothing to draw"

@@ -43,6 +43,7 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "freda",  # the same data, the same file
 }
 PANEL = (2.7, 2.35)  # inches
+LEGEND_ENTRY = 1.45
 
 
 def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:
@@ -86,12 +87,23 @@ def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[A
 
 def _legend(figure: Any, axes: Sequence[Any]) -> None:
     entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=min(4, len(entries)))
+    fitting = max(1, int(figure.get_size_inches()[0] / LEGEND_ENTRY))
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=min(fitting, len(entries)))
+
+
+def _percent(axes: Sequence[Any]) -> None:
+    """No axis of percent goes far beyond 100, nor does it blow up differences that are next to nothing."""
+    for axis in axes:
+        bottom, top = axis.get_ylim()
+        top = min(top, 100 + 0.06 * (100 - min(bottom, 98.0)))
+        axis.set_ylim(min(bottom, top - 2.0), top)
 
 
 def _look(sweep: Sweep, system: str) -> dict[str, Any]:
     place = list(sweep.systems).index(system)
-    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "label": system}
+    size = max(3.0, 6.0 - 0.8 * place)  # where curves lie on each other, the lower one still shows
+    look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+    return {**look, "label": system, "markersize": size}
 
 
 def _band(axis: Any, x: Sequence[float], scores: Sequence[Score], **look: Any) -> None:
@@ -107,7 +119,9 @@ def _band(axis: Any, x: Sequence[float], scores: Sequence[Score], **look: Any) -
 
 def main_figure(plt: Any, sweep: Sweep) -> Any:
     """Every system on every task, with error bars; the paper's numbers in grey where it has them."""
-    figure, axes = _panels(plt, list(sweep.tasks), rows=-(-len(sweep.tasks) // 4))
+    rows = -(-len(sweep.tasks) // 4)
+    figure, axes = _panels(plt, list(sweep.tasks), rows=rows)
+    first_of_row = axes[:: -(-len(axes) // rows)]
     for axis, task in zip(axes, sweep.tasks, strict=True):
         names: list[str] = []
         for system in sweep.systems:
@@ -123,7 +137,7 @@ def main_figure(plt: Any, sweep: Sweep) -> Any:
                 axis.plot(value, len(names), "|", color=GREY, markersize=9, markeredgewidth=2)
                 axis.annotate(f"{value:.1f}", (value, len(names)), (0, 5), **_above(GREY))
                 names.append(f"paper: {name}")
-        axis.set_yticks(range(len(names)), names if axis in axes[:: len(axes)] or len(axes) == 1 else [])
+        axis.set_yticks(range(len(names)), names if axis in first_of_row else [])
         axis.set_ylim(len(names) - 0.4, -0.6)
         axis.margins(x=0.15)
         axis.set_xlabel("right answers (%)")
@@ -157,6 +171,7 @@ def passes_figure(plt: Any, sweep: Sweep) -> Any:
         axis.margins(y=0.15)
         axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("right answers (%)")
+    _percent(axes)
     _legend(figure, axes)
     return figure
 
@@ -192,6 +207,7 @@ def pareto_figure(plt: Any, sweep: Sweep) -> Any:
         axis.set_xlabel("tokens per forward")
         axis.margins(0.08)
     axes[0].set_ylabel("right answers (%)")
+    _percent(axes)
     _legend(figure, axes)
     return figure
 
@@ -221,6 +237,7 @@ def stability_figure(plt: Any, sweep: Sweep) -> Any:
     for axis in axes:
         axis.set_xlabel("pass")
         axis.xaxis.get_major_locator().set_params(integer=True)
+    _percent([axes[0], axes[2]])
     _legend(figure, axes)
     return figure
 
@@ -250,6 +267,7 @@ def tau_figure(plt: Any, sweep: Sweep) -> Any:
         axis.set_xlabel("weight of the scorer, τ")
         axis.margins(y=0.15)
     axes[0].set_ylabel("right answers (%)")
+    _percent(axes)
     _legend(figure, axes)
     return figure
 
@@ -274,6 +292,7 @@ def width_figure(plt: Any, sweep: Sweep) -> Any:
         axis.margins(y=0.15)
         axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("right answers (%)")
+    _percent(axes)
     _legend(figure, axes)
     return figure
 

@@ -32,6 +32,7 @@ class Table(NamedTuple):
     header: tuple[str, ...]
     rows: list[tuple[Cell, ...]]
     note: str = ""
+    shown: list[tuple[Cell, ...]] | None = None  # the rows that Markdown shows, if not all
 
 
 class Score(NamedTuple):
@@ -179,7 +180,8 @@ def pareto_table(sweep: Sweep) -> Table:
                 mark = "yes" if score in best else ""
                 rows.append((panel, system, setting.passes, setting.threshold, *cells, mark))
     header = ("panel", "system", "passes", "threshold", "tokens per forward", "accuracy", "standard error", "frontier")
-    return Table("Speed and quality", header, rows, "Threshold 2 never stops early.")
+    note = "The frontier alone; all points are in the CSV file. Threshold 2 never stops early."
+    return Table("Speed and quality", header, rows, note, [row for row in rows if row[-1]])
 
 
 def speed_up_table(sweep: Sweep) -> Table:
@@ -346,10 +348,11 @@ def as_csv(table: Table) -> str:
 
 def as_markdown(table: Table) -> str:
     """The rows as a Markdown table under its title."""
-    numbers = [all(not isinstance(row[place], str) for row in table.rows) for place in range(len(table.header))]
+    rows = table.rows if table.shown is None else table.shown
+    numbers = [all(not isinstance(row[place], str) for row in rows) for place in range(len(table.header))]
     lines = [f"### {table.title}", "", _line(table.header)]
     lines.append("|" + "|".join("---:" if number else "---" for number in numbers) + "|")
-    lines += [_line([_shown(cell) for cell in row]) for row in table.rows]
+    lines += [_line([_shown(cell) for cell in row]) for row in rows]
     return "\n".join([*lines, *(["", table.note] if table.note else []), ""])
 
 
