@@ -105,17 +105,30 @@ def _note(message: str) -> None:
 
 @app.command(
     epilog="Examples: **freda train runs/demo/self-refine/config.toml --out runs/mine --set method.passes=2**; "
-    "if it was stopped: **freda train --resume runs/mine**"
+    "if it was stopped: **freda train --resume runs/mine**; what a run needs: "
+    "**freda train configs/freda-4b-stage1.toml --dry-run --gpus 64 --shape qwen3-4b**"
 )
 def train(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/config.md.")] = None,
     out: Annotated[Path | None, typer.Option(help="New run folder.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Run folder to go on with.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the run needs.")] = False,
+    gpus: Annotated[int, typer.Option(help="--dry-run: GPUs to plan for.")] = 1,
+    tflops: Annotated[
+        float, typer.Option(help="--dry-run: useful TFLOP/s of a GPU, from freda bench train; an H200's by default.")
+    ] = 460.0,
+    shape: Annotated[str, typer.Option(help="--dry-run: shape to plan with, where train.init is not there.")] = "",
     set_: Settings = [],  # noqa: B006
 ) -> None:
     """Train a model; stop it with Ctrl-C and go on with --resume."""
     from freda import config as configs
 
+    if dry_run:
+        from freda.train.plan import plan_lines
+
+        plan = plan_lines(configs.load(config, set_), gpus=gpus, tflops=tflops, shape_name=shape)
+        print("\n".join(plan))
+        return
     if (config is None) == (resume is None) or (config is not None and out is None):
         raise FredaError("give a config and --out RUN to start a run, or --resume RUN to go on with one")
     if resume is not None and (set_ or out):

@@ -167,9 +167,11 @@ class DataConfig:
 
     path: str = knob("", "folder of token shards made by `freda prepare`")
     seq_len: int = knob(128, "tokens per row")
+    first_row: int = knob(0, "row to begin with, in the order of the seed: a second stage goes on behind the first")
 
     def __post_init__(self) -> None:
         require(self.seq_len >= 1, f"data.seq_len is {self.seq_len}; use 1 or more")
+        require(self.first_row >= 0, f"data.first_row is {self.first_row}; use 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,7 @@ class TrainConfig:
     batch_rows: int = knob(32, "rows per optimizer step")
     group_rows: int = knob(16, "rows per forward; the rows of one group share the number of passes")
     lr: float = knob(5e-5, "peak learning rate")
+    backbone_lr_scale: float = knob(1.0, "factor on lr for everything but a scorer")
     warmup_steps: int = knob(250, "linear warm-up")
     schedule: Literal["constant", "cosine"] = knob("constant", "learning rate after the warm-up")
     weight_decay: float = knob(0.01, "AdamW decay of matrices; norms and biases are left alone")
@@ -228,6 +231,8 @@ class TrainConfig:
     save_every: int = knob(0, "steps between checkpoints; 0 saves at the end only")
     keep: int = knob(2, "newest checkpoints kept; the one of the lowest validation loss is kept too")
     log_every: int = knob(10, "steps between lines of metrics.jsonl")
+    tensorboard: bool = knob(False, "write the metrics for TensorBoard too, into the run folder")
+    wandb: str = knob("", "project of Weights & Biases to send the metrics to; empty sends nothing")
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: Literal["float32", "bfloat16"] = knob("float32", "compute precision; master weights are always float32")
     attention: Literal["auto", "sdpa", "flex"] = knob("auto", "auto is flex on CUDA, sdpa elsewhere")
@@ -242,7 +247,7 @@ class TrainConfig:
             self.batch_rows % self.group_rows == 0,
             f"train.group_rows {self.group_rows} does not divide train.batch_rows {self.batch_rows}",
         )
-        for name in ("lr", "clip"):
+        for name in ("lr", "clip", "backbone_lr_scale"):
             require(getattr(self, name) > 0, f"train.{name} is {getattr(self, name)}; use a positive number")
         for name in ("warmup_steps", "validate_every", "save_every", "weight_decay"):
             require(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; use 0 or more")

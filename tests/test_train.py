@@ -377,3 +377,19 @@ def test_a_signal_saves_and_leaves_with_a_clear_word(
     assert f"go on with: freda train --resume {folder}" in errors
     step = int(out.strip().rsplit("-", 1)[1])
     assert losses(folder)[-1][0] == step >= 1 and checkpoint.latest(folder) == folder / "checkpoints" / f"step-{step}"
+
+
+def test_a_second_stage_goes_on_behind_the_rows_of_the_first(shards: Path) -> None:
+    first = loop.setup(config(shards))
+    second = loop.setup(replace(config(shards), data=DataConfig(path=str(shards), seq_len=96, first_row=8)))
+    for one, two in zip(loop.read_batches(first, 2), loop.read_batches(second, 0), strict=True):
+        assert torch.equal(one.tokens, two.tokens)
+    assert not torch.equal(loop.read_batches(first, 0)[0].tokens, loop.read_batches(second, 0)[0].tokens)
+
+
+def test_metrics_count_useful_operations(shards: Path, tmp_path: Path) -> None:
+    result = start(tmp_path / "run", config(shards, "autoregressive", steps=2))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert result.step == 2 and all(0 < line["tflops"] < 100 for line in steps)
+    assert all("matmul_share" not in line and "memory_gb" not in line for line in steps), "no GPU here"

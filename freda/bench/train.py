@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from freda.bench.timing import about, matmul_rate, seconds
 from freda.config import Config, DataConfig, MethodConfig, ModelConfig, TrainConfig
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
@@ -28,6 +27,7 @@ from freda.methods.self_refine import initial_draft, refine
 from freda.model import head
 from freda.model.attention import attend, make_mask, pick_backend
 from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.rates import about, matmul_rate, seconds
 from freda.model.shapes import QWEN3_BLANK, SHAPES
 from freda.model.transformer import Transformer, pick_device
 from freda.model.weights import DTYPES

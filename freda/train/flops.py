@@ -7,6 +7,7 @@ may see, 4 · heads · width operations forward and twice as many backward. Pass
 from __future__ import annotations
 
 from freda.config import MethodConfig, ModelConfig
+from freda.data.loader import Batch
 from freda.model.shapes import head_parameters, layer_parameters
 
 
@@ -17,6 +18,12 @@ def visible_pairs(lengths: list[int], block_size: int) -> int:
     """
     blocks = [-(-length // block_size) for length in lengths]
     return sum(block_size * block_size * count * (count + 1) // 2 for count in blocks)
+
+
+def counted(batch: Batch, block_size: int) -> tuple[int, int]:
+    """Tokens of packed rows without padding, and pairs as `visible_pairs` counts them."""
+    real = batch.document >= 0
+    return int(real.sum()), int(((batch.position // block_size + 1) * block_size * real).sum())
 
 
 def step_flops(shape: ModelConfig, method: MethodConfig, tokens: int, pairs: int, passes: int) -> float:

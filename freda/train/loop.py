@@ -29,10 +29,12 @@ from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
 from freda.errors import AgreedError, FredaError
 from freda.methods.method import Step
 from freda.train import checkpoint
+from freda.train.flops import counted, step_flops
 from freda.train.metrics import MetricsFile, ProgressLine
 from freda.train.optim import clip_and_update, learning_rate, pass_numbers
 from freda.train.parallel import Ranks, own_part, release
 from freda.train.setup import Run, setup
+from freda.train.trackers import make_trackers, scalars
 
 VALIDATION_STEP = 0  # validation noise is that of a fixed step, so that its numbers can be compared
 
@@ -142,7 +144,14 @@ def _metrics_writer(run: Run, folder: Path, done: int) -> Callable[[dict[str, An
     """Writes a line of metrics, on one rank for all; should it fail, all fail."""
     ranks = run.ranks
     metrics = ranks.agree(lambda: MetricsFile(folder / "metrics.jsonl", steps_done=done, silent=not ranks.first))
-    return lambda numbers: ranks.agree(lambda: metrics.write(numbers))
+    trackers = ranks.agree(lambda: make_trackers(run.config, folder) if ranks.first else [])
+
+    def write(numbers: dict[str, Any]) -> None:
+        metrics.write(numbers)
+        for track in trackers:
+            track(numbers["step"], dict(scalars(numbers)))
+
+    return lambda numbers: ranks.agree(lambda: write(numbers))
 
 
 def _interruption(run: Run, saver: checkpoint.Saver, stop: list[str]) -> str:
@@ -165,7 +174,7 @@ def _save(run: Run, saver: checkpoint.Saver, done: int, validation: Mapping[str,
 
 def read_batches(run: Run, step: int) -> list[Batch]:
     """This rank's rows of a step, one batch per group."""
-    first = step * run.config.train.batch_rows
+    first = run.config.data.first_row + step * run.config.train.batch_rows
     return [run.rows.batch(first + share.start, len(share)) for share in run.shares]
 
 
@@ -184,10 +193,10 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     begun, config = time.perf_counter(), run.config.train
     read = run.ranks.agree(lambda: read_batches(run, step) if run.ahead is None else run.ahead.take(step))
     waited = time.perf_counter() - begun
-    labels, waited = _shared_counts(run, read, waited)
+    labels, flops, waited = _shared_counts(run, step, read, waited)
     rate = learning_rate(step, config)
     for group in run.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["scale"]
     batches = [to_device(batch, run.device) for batch in read]
     losses = accumulate_gradient(run, batches, step, sum(labels))
     gradients = [own_part(weight.grad) for weight in run.model.parameters() if weight.grad is not None]
@@ -199,17 +208,33 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     run.optimizer.zero_grad(set_to_none=True)
     by_group = [sum(group) for group in zip(*by_rank, strict=True)]
     numbers = {"loss": sum(by_group) / sum(labels), "grad_norm": norm_of_all, "lr": rate, "labels": sum(labels)}
-    numbers |= {"data_wait": waited, "data_wait_share": waited / (time.perf_counter() - begun)}
+    numbers |= {"data_wait": waited, **_speed(run, flops, waited, time.perf_counter() - begun)}
     return {**numbers, "loss_by_passes": _by_passes(run, step, by_group, labels)} if run.method.REFINES else numbers
 
 
-def _shared_counts(run: Run, read: list[Batch], waited: float) -> tuple[list[int], float]:
-    """The labels of each group over all ranks, and the longest wait of a rank for its batches. Nothing is read back
-    from a device: batches are counted before they go there."""
-    own = [int(run.method.labels(batch, run.config.method).sum()) for batch in read]
+def _shared_counts(run: Run, step: int, read: list[Batch], waited: float) -> tuple[list[int], float, float]:
+    """The labels of each group over all ranks, the useful operations of this one, and the longest wait of a rank for
+    its batches. Nothing is read back from a device: batches are counted before they go there."""
+    config = run.config
+    own = [int(run.method.labels(batch, config.method).sum()) for batch in read]
     told = run.ranks.tell([*own, round(waited * 1e9)])
     *labels, _ = (sum(column) for column in zip(*told, strict=True))
-    return labels, max(row[-1] for row in told) / 1e9
+    counts = [counted(batch, config.method.block_size) for batch in read]
+    flops = [
+        step_flops(config.model, config.method, tokens, pairs, passes)
+        for (tokens, pairs), passes in zip(counts, _passes(run, step), strict=True)
+    ]
+    return labels, sum(flops), max(row[-1] for row in told) / 1e9
+
+
+def _speed(run: Run, flops: float, waited: float, seconds: float) -> dict[str, float]:
+    """Numbers of this rank's device: useful operations a second, and as a share of its matmul rate; memory."""
+    numbers = {"data_wait_share": waited / seconds, "tflops": flops / seconds / 1e12}
+    if run.matmul_rate:
+        numbers["matmul_share"] = flops / seconds / run.matmul_rate
+    if run.device.type == "cuda":
+        numbers["memory_gb"] = torch.cuda.max_memory_allocated(run.device) / 1e9
+    return numbers
 
 
 def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) -> Tensor:
@@ -253,7 +278,7 @@ def _require_finite(run: Run, step: int, losses: list[list[float]], norm: float,
         rank, group = bad[0]
         share = rank_rows(config.batch_rows, config.group_rows, rank=rank, world=run.ranks.world)[group]
         first, last, where = share.start, share.stop - 1, f", rank {rank}"
-    start = step * config.batch_rows
+    start = run.config.data.first_row + step * config.batch_rows
     raise AgreedError(
         f"loss {sum(map(sum, losses)) / labels} and gradient norm {norm} at step {step}{where}, "
         f"rows {start + first} to {start + last}: stopped before the update; lower train.lr or look at these rows"

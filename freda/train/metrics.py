@@ -3,7 +3,8 @@
 A line of metrics is a step (`step`, `loss`, ...), a validation (`step`, `validation`: {name: mean}) or, once at step 1,
 the data (`data`: its rows and the share of their positions that hold a document). `data_wait` is how many seconds the
 step waited for its batches, `data_wait_share` the share of its time, `data_wait_longest` the longest wait of a step
-since the line before.
+since the line before. `tflops` are the useful operations a second of one device (`flops.py`), `matmul_share` is their
+share of the rate of a large matrix product, measured as the run began.
 """
 
 from __future__ import annotations

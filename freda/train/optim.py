@@ -15,15 +15,27 @@ from freda.model.transformer import Transformer
 
 
 def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over all weights that learn; matrices decay, norms and biases do not."""
-    learning = [weight for weight in model.parameters() if weight.requires_grad]
-    matrices = [weight for weight in learning if weight.dim() >= 2]
-    vectors = [weight for weight in learning if weight.dim() < 2]
+    """AdamW over all weights that learn; matrices decay, norms and biases do not.
+
+    A group's `scale` multiplies its rate: the backbone may learn slower than the scorer, whose own last layer counts as
+    backbone.
+    """
+    kinds: dict[tuple[bool, bool], list[Tensor]] = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            backbone = not name.startswith("scorer.") or name.startswith("scorer.last_layer.")
+            kinds.setdefault((weight.dim() >= 2, backbone), []).append(weight)
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {
+            "params": weights,
+            "weight_decay": config.weight_decay if matrix else 0.0,
+            "scale": config.backbone_lr_scale if backbone else 1.0,
+        }
+        for (matrix, backbone), weights in sorted(kinds.items(), reverse=True)
     ]
-    fused = bool(learning) and learning[0].is_cuda  # one kernel that reads and writes every state once
+    fused = any(
+        weight.is_cuda for weights in kinds.values() for weight in weights
+    )  # one kernel that reads and writes every state once
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
 
 

@@ -16,6 +16,7 @@ from freda.errors import FredaError, require
 from freda.methods import METHODS
 from freda.methods.method import Method
 from freda.model.attention import pick_backend
+from freda.model.rates import matmul_rate
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, pick_device
 from freda.model.weights import load_model
@@ -41,6 +42,7 @@ class Run:
     optimizer: torch.optim.AdamW = field(init=False)
     shares: list[range] = field(init=False)  # this rank's rows of each group, numbered within the step
     ahead: Prefetcher | None = None  # None: a step reads its batches itself
+    matmul_rate: float = 0.0  # of the device, operations a second; 0: not measured
 
     def __post_init__(self) -> None:
         train = self.config.train
@@ -66,6 +68,8 @@ def setup(config: Config, resume_from: Path | None = None, ranks: Ranks = Ranks(
     else:
         shard(run.root, config.train.dtype, device, ranks, reshard=config.train.reshard)
     run.optimizer = make_optimizer(run.model, config.train)  # over what each rank has
+    if device.type == "cuda":
+        run.matmul_rate = matmul_rate(device, torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32)
     return run
 
 

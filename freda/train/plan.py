@@ -1,0 +1,82 @@
+"""`freda train --dry-run`: what a run will need, before it is started: arithmetic, memory, time.
+
+The counts are exact for full rows of one document each (packed documents see less of each other). Memory is an estimate
+whose largest part, activations, was held against an H200: 56 GB measured for 2 rows of 4,096 through 36 layers of
+width 2,560, 60 GB estimated. Time is arithmetic over a rate, which `freda bench train` measures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from freda.config import Config, ModelConfig
+from freda.errors import FredaError, require
+from freda.model.shapes import SHAPES, all_parameters
+from freda.train.flops import step_flops, visible_pairs
+
+TFLOPS = 460.0  # of one H200 with the 4B shape, 2 rows of 4,096: 60% of its matmul rate
+
+
+def plan_lines(config: Config, *, gpus: int, tflops: float, shape_name: str = "") -> list[str]:
+    """What is printed."""
+    require(gpus >= 1, f"gpus is {gpus}; use 1 or more")
+    require(tflops > 0, f"tflops is {tflops}; use a positive number")
+    train, method, seq_len = config.train, config.method, config.data.seq_len
+    require(
+        train.group_rows % gpus == 0,
+        f"train.group_rows {train.group_rows} cannot be shared among {gpus} GPUs; use a multiple",
+    )
+    shape = planned_shape(config, shape_name)
+    tokens = train.batch_rows * seq_len
+    pairs = train.batch_rows * visible_pairs([seq_len], method.block_size)
+    by_passes = [step_flops(shape, method, tokens, pairs, t) for t in range(1, method.passes + 1)]
+    refines = method.name in ("self-refine", "best-of-n")
+    flops = sum(by_passes) / len(by_passes) if refines else by_passes[0]
+    seconds = flops / gpus / (tflops * 1e12)
+    days, hours = divmod(seconds * train.steps / 3600, 24)
+    rows = train.group_rows // gpus
+    lines = [
+        f"model        {all_parameters(shape) / 1e9:.3f} B parameters",
+        f"step         {train.batch_rows} rows of {seq_len}: {tokens:,} tokens; {flops / 1e15:.1f} PFLOP useful"
+        + (f", mean over 1 to {method.passes} passes" if refines else ""),
+        f"run          {train.steps:,} steps, {train.steps * tokens / 1e9:.2f} B tokens, "
+        f"{flops * train.steps:.2e} FLOP",
+        f"per forward  {rows} rows on each of {gpus} GPUs",
+    ]
+    lines += [f"{name:<12} {size / 1e9:.1f} GB" for name, size in memory(config, shape, gpus).items()]
+    lines.append(
+        f"time         {seconds:.2f} s a step, {int(days)} days {hours:.1f} hours at {tflops:.0f} useful TFLOP/s a GPU"
+    )
+    return lines
+
+
+def planned_shape(config: Config, name: str) -> ModelConfig:
+    """The shape asked for by name, of the model to start from, or of the [model] section."""
+    if name:
+        require(name in SHAPES, f"there is no shape {name!r}; use one of {', '.join(SHAPES)}")
+        return SHAPES[name]
+    if not config.train.init:
+        return config.model
+    from freda.data.tokenizer import read_json
+    from freda.model.weights import model_config, resolve_model_folder
+
+    try:
+        return model_config(read_json(resolve_model_folder(Path(config.train.init)) / "config.json"))
+    except FredaError as error:
+        raise FredaError(f"{error}; or name the shape to plan with: --shape {', '.join(SHAPES)}") from None
+
+
+def memory(config: Config, shape: ModelConfig, gpus: int) -> dict[str, float]:
+    """Bytes on each GPU by what they hold, and their sum."""
+    train, weights = config.train, all_parameters(shape)
+    frozen = config.method.name == "best-of-n"
+    rows = train.group_rows // gpus
+    states = weights * (4 if frozen else 16) / gpus  # fp32: weight, gradient, two moments
+    gathered = 2.0 * weights if train.dtype == "bfloat16" and (gpus == 1 or not train.reshard) else 0.0
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    width = 2 if train.dtype == "bfloat16" else 4
+    kept = width * (2 * shape.dim + 3 * query + 4 * key + 3 * shape.ffn_dim) * shape.layers
+    halves = 1 if config.method.name == "autoregressive" else 2
+    activations = 0.0 if frozen else float(kept) * rows * config.data.seq_len * halves * train.activations
+    parts = {"states": states, "bf16 copies": gathered, "activations": activations}
+    return {**{name: size for name, size in parts.items() if size}, "in all": sum(parts.values())}

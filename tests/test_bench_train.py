@@ -1,0 +1,59 @@
+"""`freda bench train` on a CPU: it runs the steps of `freda train`, and its table says what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from freda.bench.train import Load, RandomRows, bench_train
+from freda.cli import run
+from freda.config import MethodConfig
+from freda.errors import FredaError
+from freda.model.rates import about, copy_rate, matmul_rate
+from freda.model.shapes import SHAPES
+
+
+def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results" / "bench.json"
+    command = ["bench", "train", "--shape", "tiny", "--rows", "2", "--seq-len", "64", "--documents", "2"]
+    assert run([*command, "--passes", "1", "--passes", "2", "--compare", "--device", "cpu", "--out", str(out)]) == 0
+    shown, found = capsys.readouterr().out, json.loads(out.read_text())
+    assert [row["passes"] for row in found["steps"]] == [1, 2]
+    for row in [*found["steps"], *found["compare"]]:
+        assert row["share"] == pytest.approx(row["tflops"] / row["seconds"] / found["matmul_tflops"])
+        assert row["tokens_per_s"] == pytest.approx(2 * 64 / row["seconds"])
+    assert found["mean_share"] == pytest.approx(sum(row["share"] for row in found["steps"]) / 2)
+    assert found["steps"][1]["tflops"] > found["steps"][0]["tflops"] == found["compare"][0]["tflops"]
+    assert [row["variant"] for row in found["compare"]] == ["as it is", "eager layers", "dense mask", "full logits"]
+    assert "| a pass without gradient |" in shown and "| full logits |" in shown and "share of the matmul rate" in shown
+
+
+def test_random_rows_are_packed_documents() -> None:
+    load = Load(SHAPES["tiny"], 64, 2, 4, (1,), MethodConfig(), 1.0)
+    batch = RandomRows(load, 500).batch(3, 2)
+    assert batch.document[0].tolist() == [d for d in range(4) for _ in range(16)]
+    assert batch.position[1].tolist() == list(range(16)) * 4 and int(batch.tokens.max()) < 500
+    assert torch.equal(batch.tokens, RandomRows(load, 500).batch(3, 2).tokens)
+
+
+def test_limits_are_measured() -> None:
+    cpu = torch.device("cpu")
+    assert matmul_rate(cpu, torch.float32) > 1e8 and copy_rate(cpu) > 1e7 and about(cpu)["device"] == "CPU"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": "qwen9"}, "there is no shape 'qwen9'; use one of qwen3-0.6b"),
+        ({"method": "best-of-n"}, "the bench trains no best-of-n"),
+        ({"seq_len": 62}, "2 documents of whole blocks do not fill 62 tokens"),
+    ],
+)
+def test_what_cannot_be_measured(arguments: dict[str, object], message: str) -> None:
+    settings = {"seq_len": 64, "rows": 1, "documents": 2, "passes": (1,), "method": "self-refine", "activations": 1.0}
+    settings |= {"compare": False, "device": "cpu", "shape": "tiny"} | arguments
+    with pytest.raises(FredaError, match=message):
+        bench_train(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,172 @@
+"""What a step must do, what a run will need, and the numbers that go to trackers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import packed_batch, tiny_model
+
+from freda import config as configs
+from freda.cli import run
+from freda.config import Config, MethodConfig, TrainConfig
+from freda.errors import FredaError
+from freda.model.masks import clean_tokens, concat, dense, draft_tokens
+from freda.model.scorer import Scorer
+from freda.model.shapes import SHAPES, all_parameters, head_parameters, layer_parameters
+from freda.model.transformer import Transformer
+from freda.train.flops import counted, step_flops, visible_pairs
+from freda.train.optim import clip_and_update, make_optimizer
+from freda.train.plan import memory, plan_lines
+from freda.train.trackers import make_trackers, scalars
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    shape = SHAPES[name]
+    with torch.device("meta"):
+        model = Transformer(shape, 500)
+    sizes = {key: weight.numel() for key, weight in model.named_parameters()}
+    assert all_parameters(shape) == sum(sizes.values())
+    assert layer_parameters(shape) == sum(size for key, size in sizes.items() if key.startswith("layers."))
+    assert head_parameters(shape) == sizes["embed_tokens.weight"]
+
+
+def test_pairs_are_what_the_mask_lets_through() -> None:
+    batch = packed_batch([[8, 12, 4], [16, 8]])
+    clean, draft = clean_tokens(batch.document, batch.position, 4), draft_tokens(batch.document, batch.position, 4)
+    real = (batch.document >= 0)[:, :, None]
+    for queries, keys in ((clean, clean), (draft, concat(clean, draft))):
+        assert int((dense(queries, keys) & real).sum()) == visible_pairs([8, 12, 4, 16, 8], 4)
+    padded = packed_batch([[8, 12, 4], [16]])
+    assert counted(padded, 4) == (40, visible_pairs([8, 12, 4, 16], 4)), "padding does nothing"
+
+
+def test_operations_of_a_step() -> None:
+    """The count of the training benchmark: 6 × layers × both halves + 6 × head × drafts + 3 × attention."""
+    shape, tokens = SHAPES["qwen3-4b"], 2 * 4096
+    pairs = 2 * visible_pairs([4096], 4)
+    one, two, three = (step_flops(shape, MethodConfig(), tokens, pairs, t) for t in (1, 2, 3))
+    attention = 3 * 2 * 4 * 36 * 32 * 128 * pairs
+    assert one == pytest.approx(6 * 3.6335e9 * 2 * tokens + 6 * 0.38896e9 * tokens + attention, rel=1e-4)
+    forward = 2 * (3.6335e9 + 0.38896e9) * tokens + attention / 6
+    assert two - one == pytest.approx(forward, rel=1e-4) and three - two == pytest.approx(forward, rel=1e-4)
+    plain = step_flops(shape, MethodConfig(name="autoregressive"), tokens, pairs, 3)
+    assert plain == pytest.approx(3 * forward, rel=1e-4)
+    assert step_flops(shape, MethodConfig(name="block-diffusion"), tokens, pairs, 3) == one
+    scorer = step_flops(shape, MethodConfig(name="best-of-n", num_negatives=4), tokens, pairs, 1)
+    assert scorer < 7.1 * forward, "no backward through the backbone"
+
+
+def test_the_recipes_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, billions in (
+        ("freda-4b-stage1", 8.0),
+        ("freda-4b-stage2-self-refine", 2.0),
+        ("freda-4b-stage2-best-of-n", 2.0),
+        ("block-diffusion-4b", 10.0),
+    ):
+        config = configs.load(ROOT / "configs" / f"{name}.toml")
+        train, method = config.train, config.method
+        assert train.steps * train.batch_rows * config.data.seq_len / 1e9 == pytest.approx(billions, rel=1e-3)
+        values = (train.lr, train.warmup_steps, train.weight_decay, train.beta1, train.beta2, train.clip, train.seed)
+        assert values == (5e-5, 250, 0.01, 0.9, 0.999, 1.0, 42)
+        assert (train.schedule, train.dtype, train.backbone_lr_scale) == ("constant", "bfloat16", 1.0)
+        assert (method.block_size, config.data.seq_len, train.batch_rows) == (4, 4096, 128)
+        asked = ["train", str(ROOT / "configs" / f"{name}.toml"), "--dry-run", "--gpus", "64", "--shape", "qwen3-4b"]
+        assert run(asked) == 0
+        shown = capsys.readouterr().out
+        assert f"{billions:.2f} B tokens" in shown and "4.022 B parameters" in shown and "hours at 460" in shown
+    first = configs.load(ROOT / "configs" / "freda-4b-stage1.toml")
+    second = configs.load(ROOT / "configs" / "freda-4b-stage2-self-refine.toml")
+    assert (first.method.replacement_start, first.method.replacement_end, first.method.passes) == (0.3, 0.1, 3)
+    assert (
+        second.data.first_row == first.train.steps * first.train.batch_rows and second.method.replacement_start == 0.1
+    )
+
+
+def test_plans(tmp_path: Path) -> None:
+    config = Config(train=TrainConfig(batch_rows=8, group_rows=8, steps=10), model=SHAPES["tiny"])
+    one, two = (memory(config, SHAPES["tiny"], gpus) for gpus in (1, 2))
+    assert two["states"] * 2 == one["states"] == 16 * all_parameters(SHAPES["tiny"])
+    assert two["activations"] * 2 == one["activations"] and one["in all"] == one["states"] + one["activations"]
+    lines = "\n".join(plan_lines(config, gpus=2, tflops=1.0))
+    assert "10 steps" in lines and "4 rows on each of 2 GPUs" in lines
+    for arguments, message in (
+        ({"gpus": 3}, "train.group_rows 8 cannot be shared among 3 GPUs"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"tflops": 0.0}, "tflops is 0.0"),
+        ({"shape_name": "qwen9"}, "there is no shape 'qwen9'; use one of qwen3-0.6b"),
+    ):
+        with pytest.raises(FredaError, match=message):
+            plan_lines(config, **{"gpus": 1, "tflops": 1.0, **arguments})  # type: ignore[arg-type]
+    missing = Config(train=TrainConfig(init=str(tmp_path / "nowhere")))
+    with pytest.raises(FredaError, match="or name the shape to plan with: --shape"):
+        plan_lines(missing, gpus=1, tflops=1.0)
+
+
+# -- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def test_the_backbone_may_learn_slower_than_the_scorer() -> None:
+    model = tiny_model()
+    model.scorer = Scorer(model.config, last_layer=True)
+    optimizer = make_optimizer(model, TrainConfig(backbone_lr_scale=0.1, weight_decay=0.5))
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    seen = set()
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            name = names[id(weight)]
+            own = name.startswith("scorer.") and not name.startswith("scorer.last_layer.")
+            assert group["scale"] == (1.0 if own else 0.1), name
+            assert group["weight_decay"] == (0.5 if weight.dim() >= 2 else 0.0), name
+            seen.add(name)
+    assert seen == set(names.values())
+
+
+@pytest.mark.parametrize(("norm", "moved"), [(0.5, 1.0), (4.0, 0.25)])
+def test_gradients_are_clipped_to_the_norm(norm: float, moved: float) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = torch.full((4,), norm / 2)
+    optimizer = torch.optim.AdamW([weight], lr=1.0)
+    clip_and_update(optimizer, [weight.grad], norm, 1.0)
+    assert optimizer.state[weight]["exp_avg"].tolist() == pytest.approx([0.1 * moved * norm / 2] * 4, rel=1e-4)
+
+
+# -- trackers --------------------------------------------------------------------------------------------------------
+
+LINE = {"step": 3, "loss": 1.5, "loss_by_passes": {"1": 2.0, "2": 1.0}, "note": "text", "validation": {"loss": 0.5}}
+
+
+def test_metrics_as_flat_numbers() -> None:
+    expected = {"loss": 1.5, "loss_by_passes/1": 2.0, "loss_by_passes/2": 1.0, "validation/loss": 0.5}
+    assert dict(scalars(LINE)) == expected
+
+
+def test_tensorboard_files(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (track,) = make_trackers(Config(train=TrainConfig(tensorboard=True)), tmp_path)
+    track(3, dict(scalars(LINE)))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(3, 0.5)]
+
+
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    log = SimpleNamespace(log=lambda numbers, step: said.append((step, numbers)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **values: said.append(values) or log))
+    (track,) = make_trackers(Config(train=TrainConfig(wandb="mine")), tmp_path / "run")
+    track(3, {"loss": 1.5})
+    assert said[0]["project"] == "mine" and (said[0]["id"], said[0]["resume"]) == ("run", "allow")
+    assert json.dumps(said[0]["config"]) and said[1] == (3, {"loss": 1.5})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(FredaError, match=r"needs the package 'wandb'.*pip install 'freda\[track\]'"):
+        make_trackers(Config(train=TrainConfig(wandb="mine")), tmp_path / "run")
+    assert make_trackers(Config(), tmp_path) == []
