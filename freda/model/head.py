@@ -5,8 +5,8 @@ one needs all of them at once: a loss wants one number a position, a draft its m
 they are made of; `map` and `cross_entropy` make those of one chunk, use them and forget them. `all` is the plain twin.
 
 On CUDA what is done to a chunk is one kernel over its bf16 logits, whose columns are rounded up to a multiple of 64:
-151,669 is odd, and the matrix products then ran on kernels without aligned loads. They alone took 83 ms of a 4B step over
-one row on an H200; rounded up, the whole loss takes 25.
+151,669 is odd, and the matrix products then ran on kernels without aligned loads. They alone took 83 ms of a 4B step
+over one row on an H200; rounded up, the whole loss takes 25.
 """
 
 from __future__ import annotations
