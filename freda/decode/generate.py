@@ -15,7 +15,7 @@ Counting (M14): a forward counts once for each request that it chooses tokens or
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,27 +23,25 @@ import torch
 from torch import Tensor
 
 from freda.config import DecodeConfig, MethodConfig
-from freda.errors import require
-from freda.methods.candidates import choose, merge_candidates, propose, sample
-from freda.methods.draft import (
-    Candidates,
-    Draft,
-    Rules,
-    Sampling,
-    Search,
-    alone,
-    feedback_weight,
-    merge,
-    predict,
-    soft_embedding,
-    start,
+from freda.decode.lanes import (
+    Choice,
+    Lanes,
+    after_pass,
+    candidates_of,
+    chosen,
+    embedded,
+    fresh_drafts,
+    make_lanes,
+    soft_channel,
+    wants_of,
 )
+from freda.errors import require
+from freda.methods.draft import Candidates, Draft, merge
 from freda.methods.method import Method, block_size
 from freda.model.attention import make_mask
 from freda.model.cache import Cache
 from freda.model.masks import Tokens, clean_tokens, concat, draft_tokens
-from freda.model.scorer import Scorer
-from freda.model.transformer import Forward, KeysValues, Transformer
+from freda.model.transformer import Forward, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +139,7 @@ def generate(
         finished = set()
         for row in closed:
             text = loop.texts[row]
-            reason = text.close_block(loop.draft.ids[row].tolist(), loop.stop_ids)
+            reason = text.close_block(loop.lanes.draft.ids[row].tolist(), loop.stop_ids)
             if reason is None and stopped is not None and stopped(text.new):
                 reason = "stop"
             if reason:
@@ -170,38 +168,18 @@ class _Loop:
         self.texts = [_Text(index, request, self.size) for index, request in enumerate(requests)]
         longest = max((len(r.prompt) + r.max_new_tokens + self.size for r in requests), default=0)
         self.cache = Cache(model, len(requests), longest) if cached else None
-        self.rules = Rules(
-            self._tensor([r.passes for r in requests], torch.int64),
-            self._tensor([r.threshold for r in requests], torch.float32),
-            self._tensor(sorted(self.stop_ids), torch.int64),
-        )
-        self.sampling = Sampling(
-            self._tensor([r.temperature for r in requests], torch.float32),
-            self._tensor([r.top_p for r in requests], torch.float32),
-            self._tensor([r.seed for r in requests], torch.int64),
-        )
-        self.search = Search(
-            self._tensor([r.width for r in requests], torch.int64),
-            self._tensor([r.swaps for r in requests], torch.int64),
-            self._tensor([r.tau for r in requests], torch.float32),
-            self._tensor([r.candidates == "sampled" for r in requests], torch.bool),
-            self._tensor([r.select == "gumbel" for r in requests], torch.bool),
-            self._tensor([r.seed for r in requests], torch.int64),
-        )
-        self.most_swaps = max((r.swaps for r in requests), default=0)
-        self.draft = self._fresh()
-        self.share: Tensor | None = None  # (R, B, V): what the last pass gave, where candidates are drawn from it
+        stops = self._tensor(sorted(self.stop_ids), torch.int64)
+        self.lanes = make_lanes(requests, self._fresh(), self._begin(), stops)
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _fresh(self) -> Draft:
         """The next block of every text: blank but for the tail of its prompt."""
-        shape = (len(self.texts), self.size)
-        ids = [text.tail + [0] * (self.size - len(text.tail)) for text in self.texts]
-        given = [[place < len(text.tail) for place in range(self.size)] for text in self.texts]
-        tokens, mask = self._tensor(ids, torch.int64).view(shape), self._tensor(given, torch.bool).view(shape)
-        return start(tokens, mask, self.model.blank_id)
+        return fresh_drafts([text.tail for text in self.texts], self.size, self.model.blank_id, self.device)
+
+    def _begin(self) -> Tensor:
+        return self._tensor([len(text.clean) for text in self.texts], torch.int64)
 
     def commit(self) -> None:
         """A forward that only commits, where there is something to commit into the cache."""
@@ -213,57 +191,19 @@ class _Loop:
 
     def draft_pass(self) -> list[int]:
         """One forward that commits what is pending and predicts; returns the rows whose block has closed."""
-        self.candidates = self._propose()
+        wants = wants_of(self.method, [text.request for text in self.texts])
+        self.candidates = candidates_of(self.lanes, self.method, self.config, wants)
         hidden = self._forward(with_draft=self.method.DRAFTS)
         for text in self.texts:
             text.nfe += 1
-        logits = self.model.logits(self._best(hidden))
-        sampling = self.sampling if any(text.request.temperature > 0 for text in self.texts) else None
-        prediction = predict(logits, sampling, self._draft_position(), runner_up=self.method.SCORES)
-        self.share = logits.softmax(-1) if self._draws() else None
-        self.draft = self.method.update(self.draft, prediction, self.rules)
-        return [row for row, closed in enumerate(self.draft.closed.tolist()) if closed]
-
-    def _propose(self) -> Candidates:
-        """What the forward sees of every draft: the draft itself, or several candidates side by side."""
-        if not self.method.SCORES:
-            return alone(*self.method.rows(self.draft, self.config))
-        width = max(text.request.width for text in self.texts)
-        found = propose(self.draft, self.search, width=width, swaps=self.most_swaps)
-        if self.share is not None:
-            drawn = sample(self.draft, self.share, self.search, self._draft_position(), width=width)
-            found = merge_candidates(self.search.sampled, found, drawn)
-        count = int(found.valid.sum(-1).max())  # the valid ones come first; a blank draft has one
-        found = Candidates(*(part[:, :count] for part in found))
-        return found._replace(alpha=feedback_weight(found.alpha, self.config))
-
-    def _draws(self) -> bool:
-        """Does a request want its candidates drawn from the proposal?"""
-        return self.method.SCORES and any(text.request.candidates == "sampled" for text in self.texts)
-
-    def _best(self, hidden: Tensor) -> Tensor:
-        """The hidden states (R, B, D) of the candidate that goes on, out of those of all, (R, C·B, D)."""
+        self.choice = chosen(self.model, self.method, self.lanes, self.candidates, self.soft)
         rows, count = self.candidates.valid.shape
-        self.scores = self.candidates.log_prob
-        self.winner = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        if self.model.scorer is None or not self.method.SCORES:
-            return hidden
-        shape = (rows, count, self.size, -1)
-        embedding = self.model.embed_tokens(self.candidates.ids)
-        counted = torch.ones_like(self.candidates.ids, dtype=torch.bool).flatten(0, 1)
-        soft = self.soft.view(shape).flatten(0, 1)
-        score = self.model.scorer(soft, embedding.flatten(0, 1), counted).view(rows, count)
-        place = torch.stack([self._draft_position()[:, 0], self.draft.passes], dim=-1)
-        self.scores = self.candidates.log_prob + self.search.tau[:, None] * score
-        self.winner = choose(self.candidates, score, self.search, place)
-        return hidden.view(shape)[torch.arange(rows, device=self.device), self.winner]
-
-    def _draft_position(self) -> Tensor:
-        begin = self._tensor([len(text.clean) for text in self.texts], torch.int64)
-        return begin[:, None] + torch.arange(self.size, device=self.device)  # (R, B)
+        best = hidden.view(rows, count, self.size, -1)[torch.arange(rows, device=self.device), self.choice.winner]
+        self.lanes = after_pass(self.lanes, self.method, self.model.logits(best), wants)
+        return [row for row, closed in enumerate(self.lanes.draft.closed.tolist()) if closed]
 
     def _forward(self, *, with_draft: bool) -> Tensor:
-        """Run [pending clean tokens | draft] over the cache; returns the hidden states that predict, (R, B, D)."""
+        """Run [pending clean tokens | draft] over the cache; returns the hidden states that predict, (R, C·B, D)."""
         pending = [text.clean[text.stored :] for text in self.texts]
         counts = self._tensor([len(tokens) for tokens in pending], torch.int64)
         width = max(len(tokens) for tokens in pending)
@@ -276,82 +216,58 @@ class _Loop:
         tokens = clean_tokens(torch.where(real, 0, -1), position, self.size)
         if with_draft:
             count = self.candidates.valid.shape[1]
-            where = self._draft_position().repeat(1, count)  # (R, C·B)
+            where = self.lanes.position.repeat(1, count)  # (R, C·B)
             candidate = torch.arange(count, device=self.device).repeat_interleave(self.size).expand_as(where)
             position = torch.cat([position, where], dim=1)
-            x = torch.cat([x, self._draft_embedding()], dim=1)
+            x = torch.cat([x, embedded(self.model, self.candidates, self.config)], dim=1)
             tokens = concat(tokens, draft_tokens(torch.zeros_like(where), where, self.size, candidate))
         hidden = self._run(x, position, tokens, real)
         if self.method.DRAFTS:
             return hidden[:, width:]
         return hidden[torch.arange(len(pending), device=self.device), counts - 1][:, None]
 
-    def _draft_embedding(self) -> Tensor:
-        ids, alpha = self.candidates.ids.flatten(1), self.candidates.alpha.flatten(1)  # (R, C·B)
-        return soft_embedding(self.model, ids, alpha, rescale=self.config.rescale)
-
     def _run(self, x: Tensor, position: Tensor, tokens: Tokens, real: Tensor) -> Tensor:
         """The forward itself; what it commits goes into the cache."""
         past = None if self.cache is None else self.cache.past()
         keys = tokens if self.cache is None else concat(self.cache.tokens(self.size), tokens)
         out: Forward = self.model(x, position, make_mask(tokens, keys, self.model.backend), past)
-        if self.method.SCORES and x.shape[1] > real.shape[1]:  # not a forward that only commits
-            self.soft = self._soft_channel(out, position, tokens, keys, past, real.shape[1])
+        scored = self.method.SCORES and x.shape[1] > real.shape[1]  # not a forward that only commits
+        self.soft = soft_channel(self.model, out, position, tokens, keys, past, real.shape[1]) if scored else None
         if self.cache is not None:
             self.cache.write(out.new, position[:, : real.shape[1]], real)
             for text in self.texts:
                 text.stored = len(text.clean)
         return out.hidden
 
-    def _soft_channel(
-        self,
-        out: Forward,
-        position: Tensor,
-        tokens: Tokens,
-        keys: Tokens,
-        past: Sequence[KeysValues] | None,
-        committed: int,
-    ) -> Tensor:
-        """What the scorer sees of the draft part of a forward, which begins after `committed` tokens: (R, C·B, D)."""
-        scorer = self.model.scorer
-        assert isinstance(scorer, Scorer)
-        out_of_draft = out._replace(hidden=out.hidden[:, committed:], beneath=out.beneath[:, committed:])
-        if scorer.last_layer is None:
-            return out_of_draft.hidden
-        draft = Tokens(*(part[:, committed:] for part in tokens))
-        seen = KeysValues(*(part[:, :, :committed] for part in out.new[-1]))
-        if past is not None:
-            seen = KeysValues(*(torch.cat(pair, dim=2) for pair in zip(past[-1], seen, strict=True)))
-        mask = make_mask(draft, keys, self.model.backend)
-        return scorer.soft_channel(self.model, out_of_draft, position[:, committed:], mask, seen)
-
     def show(self, watch: Watch) -> None:
         """Hand the state after a pass to the watcher."""
-        draft = [part.tolist() for part in self.draft]
-        ids, prob, _, _, given, committed, passes, closed = draft
-        candidates, scores = self.candidates.ids.tolist(), self.scores.tolist()
-        valid, winner = self.candidates.valid.sum(-1).tolist(), self.winner.tolist()
-        for row, text in enumerate(self.texts):
-            block, count = len(text.clean) // self.size, valid[row]
-            state = (ids[row], prob[row], given[row], committed[row], closed[row])
-            seen = (candidates[row][:count], scores[row][:count], winner[row])
-            watch(Pass(text.index, block, passes[row], *state, *seen))
+        for seen in passes_of([text.index for text in self.texts], self.lanes, self.candidates, self.choice):
+            watch(seen)
 
     def next_blocks(self, finished: set[int]) -> None:
         """Start the next block where one has closed, and let finished texts leave the batch."""
-        self.draft = merge(~self.draft.closed, self.draft, self._fresh())
+        draft = merge(~self.lanes.draft.closed, self.lanes.draft, self._fresh())
+        self.lanes = self.lanes._replace(draft=draft, begin=self._begin())
         if not finished:
             return
         left = [row for row in range(len(self.texts)) if row not in finished]
         self.texts = [self.texts[row] for row in left]
         rows = self._tensor(left, torch.int64)
-        self.draft = Draft(*(part[rows] for part in self.draft))
-        self.rules = self.rules._replace(passes=self.rules.passes[rows], threshold=self.rules.threshold[rows])
-        self.sampling = Sampling(*(part[rows] for part in self.sampling))
-        self.search = Search(*(part[rows] for part in self.search))
-        self.share = None if self.share is None else self.share[rows]
+        self.lanes = self.lanes.rows(rows)
         if self.cache is not None:
             self.cache.keep(rows)
+
+
+def passes_of(requests: Sequence[int], lanes: Lanes, candidates: Candidates, choice: Choice) -> Iterator[Pass]:
+    """What a pass left of every request's block."""
+    ids, prob, _, _, given, committed, passes, closed = (part.tolist() for part in lanes.draft)
+    texts, scores = candidates.ids.tolist(), choice.scores.tolist()
+    valid, winner, begin = candidates.valid.sum(-1).tolist(), choice.winner.tolist(), lanes.begin.tolist()
+    size = lanes.draft.ids.shape[1]
+    for row, request in enumerate(requests):
+        state = (ids[row], prob[row], given[row], committed[row], closed[row])
+        seen = (texts[row][: valid[row]], scores[row][: valid[row]], winner[row])
+        yield Pass(request, begin[row] // size, passes[row], *state, *seen)
 
 
 def _check(model: Transformer, method: Method, config: MethodConfig, requests: Sequence[Request]) -> None:

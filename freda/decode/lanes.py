@@ -1,0 +1,187 @@
+"""Requests side by side: what a pass shows of each draft, and what it makes of the answer.
+
+The reference loop (`generate`) and the engine differ in how they batch, cache and run the forward; what happens around
+it is here, once: candidates before, choice, prediction and commitment after. Tensors have a row for every request, on
+the device; what must be known on the host (`Wants`) is known from the requests, so nothing here waits for the device
+but the number of candidates that are worth a forward.
+
+Shapes: R requests, B tokens per block, C candidates, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from freda.config import DecodeConfig, MethodConfig
+from freda.methods.candidates import choose, merge_candidates, propose, sample
+from freda.methods.draft import (
+    Candidates,
+    Draft,
+    Rules,
+    Sampling,
+    Search,
+    alone,
+    feedback_weight,
+    predict,
+    soft_embedding,
+    start,
+)
+from freda.methods.method import Method
+from freda.model.attention import make_mask
+from freda.model.masks import Tokens
+from freda.model.scorer import Scorer
+from freda.model.transformer import Forward, KeysValues, Transformer
+
+
+class Lanes(NamedTuple):
+    """The state of R requests, each at its own block and pass."""
+
+    draft: Draft  # (R, B) each
+    begin: Tensor  # (R,) int64: position of the draft's first token
+    rules: Rules
+    sampling: Sampling
+    search: Search
+    share: Tensor | None = None  # (R, B, V): what the last pass gave, where candidates are drawn from it
+
+    @property
+    def position(self) -> Tensor:
+        """Positions of the drafts' tokens, (R, B)."""
+        return self.begin[:, None] + torch.arange(self.draft.ids.shape[1], device=self.begin.device)
+
+    def rows(self, rows: Tensor) -> Lanes:
+        """Only these requests, in this order."""
+        return Lanes(
+            Draft(*(part[rows] for part in self.draft)),
+            self.begin[rows],
+            self.rules._replace(passes=self.rules.passes[rows], threshold=self.rules.threshold[rows]),
+            Sampling(*(part[rows] for part in self.sampling)),
+            Search(*(part[rows] for part in self.search)),
+            None if self.share is None else self.share[rows],
+        )
+
+
+class Wants(NamedTuple):
+    """The most that any request of a batch wants."""
+
+    width: int
+    swaps: int
+    samples: bool  # chooses tokens by chance
+    draws: bool  # draws its candidates from the proposal
+
+
+class Choice(NamedTuple):
+    """Which of the candidates that a forward has seen goes on."""
+
+    winner: Tensor  # (R,) int64
+    scores: Tensor  # (R, C) fp32: ℓ + τ·s, without the noise
+
+
+def wants_of(method: Method, requests: Sequence[DecodeConfig]) -> Wants:
+    """What the host must know of these requests."""
+    return Wants(
+        width=max((r.width for r in requests), default=1),
+        swaps=max((r.swaps for r in requests), default=0),
+        samples=any(r.temperature > 0 for r in requests),
+        draws=method.SCORES and any(r.candidates == "sampled" for r in requests),
+    )
+
+
+def make_lanes(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, stop_ids: Tensor) -> Lanes:
+    """Requests at the beginning of their first block."""
+
+    def row(values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=begin.device)
+
+    seeds = row([r.seed for r in requests], torch.int64)
+    rules = Rules(
+        row([r.passes for r in requests], torch.int64), row([r.threshold for r in requests], torch.float32), stop_ids
+    )
+    sampling = Sampling(
+        row([r.temperature for r in requests], torch.float32), row([r.top_p for r in requests], torch.float32), seeds
+    )
+    search = Search(
+        row([r.width for r in requests], torch.int64),
+        row([r.swaps for r in requests], torch.int64),
+        row([r.tau for r in requests], torch.float32),
+        row([r.candidates == "sampled" for r in requests], torch.bool),
+        row([r.select == "gumbel" for r in requests], torch.bool),
+        seeds,
+    )
+    return Lanes(draft, begin, rules, sampling, search)
+
+
+def fresh_drafts(tails: Sequence[Sequence[int]], size: int, blank_id: int, device: torch.device) -> Draft:
+    """Blank blocks but for the tokens of a prompt that sit in them, (R, B)."""
+    ids = [[*tail, *[0] * (size - len(tail))] for tail in tails]
+    given = [[place < len(tail) for place in range(size)] for tail in tails]
+    shape = (len(tails), size)
+    tokens = torch.tensor(ids, dtype=torch.int64, device=device).view(shape)
+    return start(tokens, torch.tensor(given, dtype=torch.bool, device=device).view(shape), blank_id)
+
+
+def candidates_of(lanes: Lanes, method: Method, config: MethodConfig, wants: Wants) -> Candidates:
+    """What the forward sees of every draft: the draft itself, or several candidates side by side."""
+    if not method.SCORES:
+        return alone(*method.rows(lanes.draft, config))
+    found = propose(lanes.draft, lanes.search, width=wants.width, swaps=wants.swaps)
+    if lanes.share is not None:
+        drawn = sample(lanes.draft, lanes.share, lanes.search, lanes.position, width=wants.width)
+        found = merge_candidates(lanes.search.sampled, found, drawn)
+    count = int(found.valid.sum(-1).max())  # the valid ones come first; a blank draft has one
+    found = Candidates(*(part[:, :count] for part in found))
+    return found._replace(alpha=feedback_weight(found.alpha, config))
+
+
+def embedded(model: Transformer, candidates: Candidates, config: MethodConfig) -> Tensor:
+    """All candidates of every request side by side, (R, C·B, D)."""
+    return soft_embedding(model, candidates.ids.flatten(1), candidates.alpha.flatten(1), rescale=config.rescale)
+
+
+def soft_channel(
+    model: Transformer,
+    out: Forward,
+    position: Tensor,
+    tokens: Tokens,
+    keys: Tokens,
+    past: Sequence[KeysValues] | None,
+    committed: int,
+) -> Tensor:
+    """What the scorer sees of the draft part of a forward, which begins after `committed` tokens: (R, C·B, D)."""
+    scorer = model.scorer
+    assert isinstance(scorer, Scorer)
+    of_draft = out._replace(hidden=out.hidden[:, committed:], beneath=out.beneath[:, committed:])
+    if scorer.last_layer is None:
+        return of_draft.hidden
+    draft = Tokens(*(part[:, committed:] for part in tokens))
+    seen = KeysValues(*(part[:, :, :committed] for part in out.new[-1]))
+    if past is not None:
+        seen = KeysValues(*(torch.cat(pair, dim=2) for pair in zip(past[-1], seen, strict=True)))
+    mask = make_mask(draft, keys, model.backend)
+    return scorer.soft_channel(model, of_draft, position[:, committed:], mask, seen)
+
+
+def chosen(model: Transformer, method: Method, lanes: Lanes, candidates: Candidates, soft: Tensor | None) -> Choice:
+    """The candidate that goes on; `soft` (R, C·B, D) is the scorer's view of all of them."""
+    rows, count = candidates.valid.shape
+    if soft is None or not method.SCORES:
+        return Choice(torch.zeros_like(lanes.begin), candidates.log_prob)
+    assert isinstance(model.scorer, Scorer)
+    embedding = model.embed_tokens(candidates.ids).flatten(0, 1)
+    counted = torch.ones_like(candidates.ids, dtype=torch.bool).flatten(0, 1)
+    size = candidates.ids.shape[-1]
+    score = model.scorer(soft.reshape(rows * count, size, -1), embedding, counted).view(rows, count)
+    place = torch.stack([lanes.begin, lanes.draft.passes], dim=-1)
+    winner = choose(candidates, score, lanes.search, place)
+    return Choice(winner, candidates.log_prob + lanes.search.tau[:, None] * score)
+
+
+def after_pass(lanes: Lanes, method: Method, logits: Tensor, wants: Wants) -> Lanes:
+    """The drafts that a pass leaves, from the logits (R, B, V) of the chosen candidates."""
+    sampling = lanes.sampling if wants.samples else None
+    prediction = predict(logits, sampling, lanes.position, runner_up=method.SCORES)
+    draft = method.update(lanes.draft, prediction, lanes.rules)
+    return lanes._replace(draft=draft, share=logits.softmax(-1) if wants.draws else None)
