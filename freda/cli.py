@@ -178,6 +178,8 @@ def generate(
         str, typer.Option(help="best-of-n: beam, the cheapest changes to the draft, or sampled, random draws.")
     ] = DECODING.candidates,
     select: Annotated[str, typer.Option(help="best-of-n: argmax, or gumbel to choose by chance.")] = DECODING.select,
+    stop: Annotated[list[str], typer.Option(help="A text that ends the answer; may be repeated.")] = [],  # noqa: B006
+    reference: Annotated[bool, typer.Option("--reference", help="The plain loop instead of the engine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Show every pass of every block.")] = False,
     pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.15,
@@ -202,7 +204,8 @@ def generate(
     }
     text = sys.stdin.read() if prompt == "-" else prompt
     place = {"device": device, "dtype": dtype}
-    answer = complete(model, text, settings, method=method, **place, pause=pause if show_drafts else None)
+    seen = pause if show_drafts else None
+    answer = complete(model, text, settings, method=method, stop=stop, reference=reference, **place, pause=seen)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return

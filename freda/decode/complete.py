@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from freda.config import DecodeConfig
+from freda.decode.engine import Engine, EngineConfig, cut_at_stop
 from freda.decode.generate import Output, Request, generate
 from freda.decode.show import LiveDrafts
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 from freda.methods import METHODS
 from freda.model.transformer import pick_device
-from freda.model.weights import DTYPES, load_model
+from freda.model.weights import DTYPES, LoadedModel, load_model
+
+PAGE = 64  # tokens
 
 
 def complete(
@@ -21,11 +26,14 @@ def complete(
     settings: dict[str, Any],
     *,
     method: str | None = None,
+    stop: Sequence[str] = (),
+    reference: bool = False,
     device: str = "auto",
     dtype: str = "float32",
     pause: float | None = None,
 ) -> dict[str, Any]:
-    """Continue `text`; `settings` are the fields of `Request`. With `pause`, every pass is drawn on stderr.
+    """Continue `text`; `settings` are the fields of `Request`. With `pause`, every pass is drawn on stderr. `reference`
+    takes the plain loop instead of the engine: the same tokens, whatever the length.
 
     Returns what `freda generate --json` prints.
     """
@@ -42,10 +50,18 @@ def complete(
     length, limit = len(request.prompt) + request.max_new_tokens, loaded.model.config.max_positions
     if length > limit:
         print(f"freda: note: {length} tokens asked for, but the model is meant for {limit} positions", file=sys.stderr)
+        reference = True  # the engine keeps to what a model is meant for
 
     def run(watch: LiveDrafts | None) -> Output:
+        if not reference:
+            return _by_engine(loaded, request, name, stop, watch)
         rule, stop_ids = METHODS[name], loaded.tokenizer.stop_ids
-        return generate(loaded.model, rule, loaded.method, [request], stop_ids=stop_ids, watch=watch)[0]
+
+        def stopped(tokens: Sequence[int]) -> bool:
+            return any(word in loaded.tokenizer.decode(tokens) for word in stop)
+
+        options = {"stop_ids": stop_ids, "stopped": stopped if stop else None, "watch": watch}
+        return generate(loaded.model, rule, loaded.method, [request], **options)[0]  # type: ignore[arg-type]
 
     if pause is None:
         output = run(None)
@@ -53,7 +69,7 @@ def complete(
         with LiveDrafts(request.prompt, loaded.tokenizer, pause=pause) as drafts:
             output = run(drafts)
     return {
-        "text": loaded.tokenizer.decode(output.tokens),
+        "text": cut_at_stop(loaded.tokenizer.decode(output.tokens), stop),
         "tokens": output.tokens,
         "nfe": output.nfe,
         "tpf": round(output.tpf, 4),
@@ -62,3 +78,16 @@ def complete(
         "method": name,
         "settings": settings,
     }
+
+
+def _by_engine(
+    loaded: LoadedModel, request: Request, method: str, stop: Sequence[str], watch: LiveDrafts | None
+) -> Output:
+    page = math.lcm(PAGE, loaded.method.block_size)
+    pages = -(-(len(request.prompt) + request.max_new_tokens + loaded.method.block_size) // page)
+    engine = Engine(loaded, EngineConfig(max_batch=1, page_size=page, pages=pages))
+    number = engine.submit(request, method=method, stop=stop)
+    while engine.busy:
+        for event in engine.step(watch):
+            require(event.finish != "error", event.error)
+    return engine.outputs[number]

@@ -114,6 +114,34 @@ def make_lanes(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, st
     return Lanes(draft, begin, rules, sampling, search)
 
 
+def joined(first: Lanes, second: Lanes) -> Lanes:
+    """The requests of both. Who has no share yet has had no pass either, and nothing is drawn for it."""
+
+    def both(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(pair) for pair in zip(one, other, strict=True)]
+
+    rules = both(first.rules[:2], second.rules[:2])
+    return Lanes(
+        Draft(*both(first.draft, second.draft)),
+        torch.cat([first.begin, second.begin]),
+        Rules(rules[0], rules[1], first.rules.stop_ids),
+        Sampling(*both(first.sampling, second.sampling)),
+        Search(*both(first.search, second.search)),
+        _joined_shares(first, second),
+    )
+
+
+def _joined_shares(first: Lanes, second: Lanes) -> Tensor | None:
+    known = next((lanes.share for lanes in (first, second) if lanes.share is not None), None)
+    if known is None:
+        return None
+    missing = [known.new_zeros(len(lanes.begin), *known.shape[1:]) for lanes in (first, second)]
+    shares = [
+        none if lanes.share is None else lanes.share for lanes, none in zip((first, second), missing, strict=True)
+    ]
+    return torch.cat(shares)
+
+
 def fresh_drafts(tails: Sequence[Sequence[int]], size: int, blank_id: int, device: torch.device) -> Draft:
     """Blank blocks but for the tokens of a prompt that sit in them, (R, B)."""
     ids = [[*tail, *[0] * (size - len(tail))] for tail in tails]

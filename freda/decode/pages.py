@@ -1,0 +1,161 @@
+"""Keys and values of committed text in pages that requests share where their texts begin alike.
+
+A page holds `page_size` tokens, whole blocks of them. The keys and values of committed text depend on the text up to
+the end of their block and on nothing else, so a full page is known by the hash of all tokens up to its end (and the
+block size, which decides who sees whom): a request whose prompt begins with known pages takes them over instead of
+computing them.
+Pages that no request uses stay until their place is needed, the longest unused first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from freda.errors import FredaError, require
+from freda.model.masks import Tokens, clean_tokens
+from freda.model.transformer import KeysValues, Transformer
+
+
+class Pages:
+    """The storage of an engine: `count` pages for all requests together."""
+
+    def __init__(self, model: Transformer, count: int, page_size: int) -> None:
+        require(count >= 1, f"pages is {count}; use 1 or more")
+        config, weight = model.config, model.embed_tokens.weight
+        # One page more: padding is written there, so that every row writes the same number of tokens.
+        shape = (count + 1, config.kv_heads, page_size, config.head_dim)
+        self.layers = [KeysValues(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(config.layers)]
+        self.count, self.page_size, self.spare = count, page_size, count
+        self._free = list(range(count))[::-1]
+        self._users: dict[int, int] = {}  # page: requests that use it
+        self._known: dict[bytes, int] = {}  # hash of a text up to the end of a page: that page
+        self._hash: dict[int, bytes] = {}  # its inverse
+        self._unused: OrderedDict[int, None] = OrderedDict()  # known pages that nobody uses, longest unused first
+
+    @property
+    def available(self) -> int:
+        """Pages that a new request could get."""
+        return len(self._free) + len(self._unused)
+
+    def needed(self, tokens: int) -> int:
+        """Pages of a text of so many tokens."""
+        return -(-tokens // self.page_size)
+
+    def reserve(self, text: Sequence[int], tokens: int, block_size: int) -> tuple[list[int], int] | None:
+        """Pages for `tokens` tokens of which `text` are known to be the first, and how many of these are stored there
+        already; None if there are not enough pages now."""
+        shared = []
+        for key in _keys(text, self.page_size, block_size):
+            if key not in self._known:
+                break
+            shared.append(self._known[key])
+        missing = self.needed(tokens) - len(shared)
+        if missing > self.available - sum(page in self._unused for page in shared):
+            return None
+        for page in shared:
+            self._unused.pop(page, None)
+            self._users[page] = self._users.get(page, 0) + 1
+        table = shared + [self._take() for _ in range(missing)]
+        return table, len(shared) * self.page_size
+
+    def _take(self) -> int:
+        if not self._free:
+            page, _ = self._unused.popitem(last=False)
+            del self._known[self._hash.pop(page)]
+            self._free.append(page)
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def learn(self, table: Sequence[int], text: Sequence[int], block_size: int) -> None:
+        """Remember the pages of a table that are full of stored text, for requests that begin like it."""
+        for page, key in zip(table, _keys(text, self.page_size, block_size), strict=False):
+            if key not in self._known:
+                self._known[key], self._hash[page] = page, key
+
+    def release(self, table: Sequence[int]) -> None:
+        """Give back the pages of a request."""
+        for page in reversed(table):  # the end of a text is the first to be forgotten
+            self._users[page] -= 1
+            if self._users[page] == 0:
+                del self._users[page]
+                if page in self._hash:
+                    self._unused[page] = None
+                else:
+                    self._free.append(page)
+
+
+def _keys(text: Sequence[int], page_size: int, block_size: int) -> list[bytes]:
+    """For every full page of a text, the hash of the text up to its end."""
+    digest = hashlib.blake2b(block_size.to_bytes(4, "little"), digest_size=16)
+    keys = []
+    for end in range(page_size, len(text) + 1, page_size):
+        page = torch.tensor(text[end - page_size : end], dtype=torch.int64)
+        digest.update(page.numpy().tobytes())
+        keys.append(digest.digest())
+    return keys
+
+
+class PagedCache:
+    """The pages of the requests of one batch, as a cache: a row for each."""
+
+    def __init__(self, pages: Pages, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+        self.pages, self.tables = pages, [list(table) for table in tables]
+        device = pages.layers[0].keys.device
+        self.lengths = torch.tensor(list(lengths), dtype=torch.int64, device=device)  # (R,) tokens stored
+        self._tensors()
+
+    def _tensors(self) -> None:
+        """The tables as a tensor, (R, most pages), filled up with the spare page."""
+        most = max((len(table) for table in self.tables), default=0)
+        filled = [table + [self.pages.spare] * (most - len(table)) for table in self.tables]
+        self._table = torch.tensor(filled, dtype=torch.int64, device=self.lengths.device).view(len(filled), most)
+
+    def join(self, other: PagedCache) -> None:
+        """Take over the rows of another cache of the same pages."""
+        if other.pages is not self.pages:
+            raise FredaError("caches of two storages cannot be joined")
+        self.tables += other.tables
+        self.lengths = torch.cat([self.lengths, other.lengths])
+        self._tensors()
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all texts but `rows`. Their pages are given back by who reserved them."""
+        self.tables = [self.tables[row] for row in rows.tolist()]
+        self.lengths = self.lengths[rows]
+        self._tensors()
+
+    def write(self, new: Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
+        """Store the first tokens of a forward's keys and values. `position`, `real` (R, W): place, and is it text?"""
+        if position.shape[1] == 0:
+            return
+        size = self.pages.page_size
+        number = torch.where(real, position, 0).long()
+        page = torch.where(real, self._table.gather(1, number // size), self.pages.spare)
+        for stored, fresh in zip(self.pages.layers, new, strict=True):
+            for target, source in zip(stored, fresh, strict=True):
+                values = source[:, :, : position.shape[1]].transpose(1, 2).to(target.dtype)  # (R, W, Hkv, C)
+                target[page, :, number % size] = values
+        self.lengths = self.lengths + real.sum(-1)
+
+    def past(self) -> list[KeysValues]:
+        """Every layer's keys and values up to the longest text, each (R, Hkv, K, C)."""
+        used = int(self.lengths.max())
+        table = self._table[:, : self.pages.needed(used)]
+        return [KeysValues(*(self._gathered(part, table, used) for part in layer)) for layer in self.pages.layers]
+
+    @staticmethod
+    def _gathered(stored: Tensor, table: Tensor, used: int) -> Tensor:
+        pages = stored[table]  # (R, pages, Hkv, page size, C)
+        return pages.transpose(1, 2).flatten(2, 3)[:, :, :used]
+
+    def tokens(self, block_size: int) -> Tokens:
+        """The mask vectors of what `past` returns, each (R, K)."""
+        position = torch.arange(int(self.lengths.max()), device=self.lengths.device).expand(len(self.lengths), -1)
+        document = torch.where(position < self.lengths[:, None], 0, -1)
+        return clean_tokens(document, position, block_size)

@@ -1,0 +1,124 @@
+"""`freda.load`, `model.generate`, `model.stream`, and `freda generate` through the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import freda
+from freda.cli import run
+from freda.config import MethodConfig, ModelConfig
+from freda.data.tokenizer import train_tokenizer
+from freda.decode.api import Completion, Model
+from freda.decode.batch import Pass, Request
+from freda.decode.generate import generate
+from freda.errors import FredaError
+from freda.methods import METHODS
+from freda.model.transformer import Transformer
+from freda.model.weights import load_model, save_model
+
+PROMPTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "", "a longer prompt that says nothing at all, but goes on"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = train_tokenizer([*PROMPTS, "The answer is 3."] * 20, 300)
+    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
+    model = Transformer(shape, tokenizer.blank_id)
+    model.init_weights(4)
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(20)
+    out = tmp_path_factory.mktemp("model") / "model"
+    save_model(out, model, tokenizer, MethodConfig(name="self-refine"), stage="test")
+    return out
+
+
+@pytest.fixture
+def model(folder: Path) -> Model:
+    return freda.load(folder, device="cpu", max_batch=2, page_size=8, pages=64)
+
+
+def expected(folder: Path, prompt: str, **settings: object) -> list[int]:
+    loaded = load_model(folder)
+    request = Request(prompt=loaded.tokenizer.encode(prompt), **settings)  # type: ignore[arg-type]
+    rule, stop_ids = METHODS["self-refine"], loaded.tokenizer.stop_ids
+    return generate(loaded.model, rule, loaded.method, [request], stop_ids=stop_ids)[0].tokens
+
+
+def test_prompts_alone_and_side_by_side(folder: Path, model: Model) -> None:
+    many = model.generate(PROMPTS, max_new_tokens=20, threshold=0.5)
+    for prompt, found in zip(PROMPTS, many, strict=True):
+        assert found.tokens == expected(folder, prompt, max_new_tokens=20, threshold=0.5)
+        assert found.text == model.loaded.tokenizer.decode(found.tokens) and found.finish in ("stop", "length")
+    one = model.generate(PROMPTS[0], max_new_tokens=20, threshold=0.5)
+    assert isinstance(one, Completion) and (one.tokens, one.nfe) == (many[0].tokens, many[0].nfe)
+    assert one.tpf == len(one.tokens) / one.nfe
+    assert not model.engine.outputs and not model.engine.busy, "nothing is left behind"
+
+
+def test_one_bad_prompt_among_good_ones(model: Model) -> None:
+    good, bad = model.generate([PROMPTS[0], "x" * 5000], max_new_tokens=8)
+    assert good.finish != "error" and bad.finish == "error" and "tokens, the model is made for 4096" in bad.error
+    with pytest.raises(FredaError, match="the model is made for 4096"):
+        model.generate("x" * 5000, max_new_tokens=8)
+    with pytest.raises(FredaError, match="there is no setting 'temprature'; use candidates, max_new_tokens"):
+        model.generate("x", temprature=1.0)
+    with pytest.raises(FredaError, match="passes is 0"):
+        model.generate(["x"], passes=0)
+    with pytest.raises(FredaError, match="max_new_tokens is 0"):
+        model.generate("x", max_new_tokens=0)
+
+
+def test_streams_add_up_to_the_text(model: Model) -> None:
+    whole = model.generate(PROMPTS[1], max_new_tokens=30, threshold=0.5)
+    pieces = list(model.stream(PROMPTS[1], max_new_tokens=30, threshold=0.5))
+    assert "".join(map(str, pieces)) == whole.text and len(pieces) > 1
+    mixed = list(model.stream(PROMPTS[1], max_new_tokens=30, threshold=0.5, drafts=True))
+    assert "".join(piece for piece in mixed if isinstance(piece, str)) == whole.text
+    passes = [piece for piece in mixed if isinstance(piece, Pass)]
+    assert len(passes) == whole.nfe and isinstance(mixed[0], Pass)
+
+
+def test_stop_strings_never_show(model: Model) -> None:
+    whole = model.generate(PROMPTS[0], max_new_tokens=40, threshold=2.0).text
+    assert len(whole) > 12, "the test needs a text"
+    stop = whole[7:10]
+    wanted = whole[: whole.find(stop)]
+    settings = {"max_new_tokens": 40, "threshold": 2.0}
+    assert model.generate(PROMPTS[0], stop=[stop], **settings).text == wanted
+    pieces = [str(piece) for piece in model.stream(PROMPTS[0], stop=[stop, "never there"], **settings)]
+    assert "".join(pieces) == wanted
+
+
+def test_leaving_a_stream_cancels_it(model: Model) -> None:
+    stream = model.stream(PROMPTS[0], max_new_tokens=100, threshold=2.0)
+    next(stream)
+    assert model.engine.busy
+    stream.close()  # type: ignore[attr-defined]
+    assert not model.engine.busy and model.engine.pages.available == 64 and not model.engine.outputs
+
+
+def test_loading(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FredaError, match="an engine has no max_bach; it has max_batch, page_size"):
+        freda.load(folder, max_bach=3)
+    with pytest.raises(FredaError, match="there is no dtype 'float8'"):
+        freda.load(folder, dtype="float8")
+    with pytest.raises(FredaError, match="there is no model"):
+        freda.load(tmp_path / "nowhere")
+
+
+def test_the_command_line_takes_the_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(folder), PROMPTS[0], "--max-new-tokens", "24", "--threshold", "0.5", "--json"]
+    found = []
+    for extra in ([], ["--reference"], ["--stop", "\u0000"], ["--show-drafts", "--pause", "0"]):
+        assert run([*command, *extra]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        found.append((answer["tokens"], answer["nfe"], answer["text"], answer["finish"]))
+    assert found[0] == found[1] == found[2] == found[3]
+    text = found[0][2]
+    for extra in ([], ["--reference"]):
+        assert run([*command, "--stop", text[3:5], *extra]) == 0
+        assert json.loads(capsys.readouterr().out)["text"] == text[: text.find(text[3:5])]

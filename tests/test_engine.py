@@ -1,0 +1,283 @@
+"""The engine makes of every request what the reference loop makes of it alone, whatever else it is doing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, tiny_model
+
+from freda.config import MethodConfig
+from freda.data.tokenizer import Tokenizer
+from freda.decode.batch import Pass, Request
+from freda.decode.engine import Engine, EngineConfig
+from freda.decode.generate import generate
+from freda.decode.pages import Pages
+from freda.errors import FredaError
+from freda.methods import METHODS
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer
+from freda.model.weights import LoadedModel
+
+ALL = ("autoregressive", "block-diffusion", "self-refine", "best-of-n")
+SMALL = EngineConfig(max_batch=3, page_size=8, pages=40, prefill=24)
+
+
+class Letters(Tokenizer):
+    """Token n is the n-th letter; EOS is the stop token. Only what the engine uses."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def stop_ids(self) -> list[int]:  # type: ignore[override]
+        return [EOS]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join("." if token == EOS else chr(ord("a") + token) for token in ids)
+
+
+def loaded(name: str = "self-refine", *, last_layer: bool = False) -> LoadedModel:
+    model: Transformer = tiny_model()
+    scorer = Scorer(model.config, last_layer=last_layer)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in scorer.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    model.scorer = scorer
+    return LoadedModel(model, Letters(), MethodConfig(name=name, block_size=4), "test")  # type: ignore[arg-type]
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(EOS) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+
+
+def settings_of(number: int) -> dict[str, Any]:
+    """Every request another mixture of everything a request may say."""
+    rng = random.Random(number)
+    return {
+        "max_new_tokens": rng.randrange(1, 24),
+        "passes": rng.randrange(1, 5),
+        "threshold": rng.choice([0.2, 0.5, 2.0]),
+        "temperature": rng.choice([0.0, 0.0, 1.0]),
+        "top_p": rng.choice([1.0, 0.7]),
+        "seed": number,
+        "width": rng.randrange(1, 5),
+        "tau": rng.choice([0.0, 0.5, 2.0]),
+        "candidates": rng.choice(["beam", "sampled"]),
+        "select": rng.choice(["argmax", "gumbel"]),
+    }
+
+
+def alone(model: LoadedModel, request: Request, name: str) -> tuple[list[int], int, str]:
+    found = generate(model.model, METHODS[name], model.method, [request], stop_ids=[EOS])[0]  # type: ignore[index]
+    return found.tokens, found.nfe, found.finish
+
+
+@pytest.mark.parametrize(("name", "last_layer"), [*((name, False) for name in ALL), ("best-of-n", True)])
+def test_every_request_is_what_generate_makes_of_it_alone(name: str, last_layer: bool) -> None:
+    """Twelve requests with settings of their own, through three places and prompts in pieces."""
+    model = loaded(name, last_layer=last_layer)
+    asked = [Request(prompt=prompt, **settings_of(n)) for n, prompt in enumerate(prompts(12))]
+    outputs = Engine(model, SMALL).run(asked)
+    for request, output in zip(asked, outputs, strict=True):
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request, name)
+
+
+def test_methods_side_by_side() -> None:
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=100))
+    asked = [(Request(prompt=p, **settings_of(n)), ALL[n % 4]) for n, p in enumerate(prompts(16, seed=5))]
+    numbers = [engine.submit(request, method=name) for request, name in asked]
+    while engine.busy:
+        engine.step()
+    for number, (request, name) in zip(numbers, asked, strict=True):
+        found = engine.outputs[number]
+        assert (found.tokens, found.nfe, found.finish) == alone(model, request, name), name
+    assert engine.pages.available == 100, "all pages are given back"
+
+
+def test_requests_that_begin_alike_share_pages() -> None:
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=40))
+    begin = [n % EOS for n in range(30)]
+    first, second = (Request(prompt=[*begin, *end], max_new_tokens=8) for end in ([1, 2, 3], [4, 5]))
+    written: list[int] = []
+    forward = model.model.forward
+
+    def watched(x: torch.Tensor, *rest: Any) -> Any:
+        written.append(x.shape[1])
+        return forward(x, *rest)
+
+    model.model.forward = watched  # type: ignore[method-assign]
+    outputs = engine.run([first])
+    assert max(written) == 32, "the whole blocks of the first prompt"
+    written.clear()
+    outputs += engine.run([second])
+    assert max(written) == 8, "three pages of eight are known; eight tokens are left"
+    model.model.forward = forward  # type: ignore[method-assign]
+    for request, output in zip((first, second), outputs, strict=True):
+        assert output.tokens == alone(model, request, "self-refine")[0]
+    # Block-causal pages are not the causal ones.
+    number = engine.submit(first, method="autoregressive")
+    while engine.busy:
+        engine.step()
+    assert engine.outputs[number].tokens == alone(model, first, "autoregressive")[0]
+
+
+def test_generated_text_is_remembered_too() -> None:
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=1, page_size=8, pages=40))
+    asked = [Request(prompt=prompt[:4], max_new_tokens=30, threshold=2.0) for prompt in prompts(20)]
+    found = zip(asked, engine.run(asked), strict=True)
+    text = next([*r.prompt, *o.tokens] for r, o in found if len(r.prompt) == 4 and len(o.tokens) > 20)
+    reserved = engine.pages.reserve(text[:16], 24, 4)
+    assert reserved is not None and reserved[1] == 16
+    engine.pages.release(reserved[0])
+    follow = Request(prompt=text[:18], max_new_tokens=6)
+    assert engine.run([follow])[0].tokens == alone(model, follow, "self-refine")[0]
+
+
+def test_few_pages_make_requests_wait_and_forget_the_oldest() -> None:
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=9))
+    asked = [Request(prompt=prompt[:20], max_new_tokens=12) for prompt in prompts(10, seed=7)]
+    numbers = [engine.submit(request) for request in asked]
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, len(engine.running))
+    assert 1 < most < 8, "nine pages hold only some of them"
+    for number, request in zip(numbers, asked, strict=True):
+        assert engine.outputs[number].tokens == alone(model, request, "self-refine")[0]
+
+
+def test_first_come_first_served() -> None:
+    engine = Engine(loaded(), EngineConfig(max_batch=1, page_size=8, pages=40))
+    numbers = [engine.submit(Request(prompt=p, max_new_tokens=4)) for p in prompts(4)]
+    finished: list[int] = []
+    while engine.busy:
+        finished += [event.request for event in engine.step() if event.finish]
+    assert finished == numbers
+
+
+def test_cancelling_frees_pages_at_once_and_disturbs_nobody() -> None:
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60))
+    asked = [Request(prompt=prompt, max_new_tokens=30, threshold=2.0, passes=3) for prompt in prompts(4, seed=2)]
+    numbers = [engine.submit(request) for request in asked]
+    for _ in range(4):
+        engine.step()
+    before = engine.pages.available
+    engine.cancel(numbers[1])
+    assert engine.pages.available > before and engine.outputs[numbers[1]].finish == "cancelled"
+    engine.cancel(numbers[3])  # still waiting
+    engine.cancel(12345)
+    while engine.busy:
+        engine.step()
+    for place in (0, 2):
+        assert engine.outputs[numbers[place]].tokens == alone(model, asked[place], "self-refine")[0]
+    partial = engine.outputs[numbers[1]].tokens
+    assert partial == alone(model, asked[1], "self-refine")[0][: len(partial)]
+    assert engine.outputs[numbers[3]].tokens == [] and engine.pages.available == 60
+
+
+def test_events_bring_the_text_block_by_block() -> None:
+    model = loaded()
+    engine = Engine(model)
+    request = Request(prompt=[1, 2, 3, 4, 5], max_new_tokens=14, threshold=2.0)
+    number = engine.submit(request)
+    seen: list[Pass] = []
+    events = []
+    while engine.busy:
+        events += engine.step(seen.append)
+    tokens = [token for event in events for token in event.tokens]
+    assert tokens == engine.outputs[number].tokens == alone(model, request, "self-refine")[0]
+    assert len(events[0].tokens) == 3, "one token of the block was given"
+    assert [event.finish for event in events[:-1]] == [""] * (len(events) - 1) and events[-1].finish
+    assert len(seen) == engine.outputs[number].nfe and seen[0].block == 1
+
+
+def test_stop_strings_across_blocks() -> None:
+    model = loaded()
+    free = Engine(model).run([Request(prompt=[7, 8, 9], max_new_tokens=40, threshold=2.0)])[0]
+    text = Letters().decode(free.tokens)
+    stop = text[4:7]  # from one block (tokens 1 to 4 and on) into the next
+    assert text.find(stop) == 4
+    cut = Engine(model).run([Request(prompt=[7, 8, 9], max_new_tokens=40, threshold=2.0)], stop=(stop,))[0]
+    assert cut.finish == "stop" and stop in Letters().decode(cut.tokens) and len(cut.tokens) < len(free.tokens)
+    assert cut.tokens == free.tokens[: len(cut.tokens)]
+
+
+def test_what_cannot_run_is_refused_alone() -> None:
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=5, queue=2))
+    good = Request(prompt=[1, 2, 3], max_new_tokens=6)
+    numbers = [engine.submit(good)]
+    for request, options, message in (
+        (Request(prompt=[1] * 30, max_new_tokens=20), {}, "needs 7 pages, the engine has 5"),
+        (
+            Request(prompt=[1] * 5000, max_new_tokens=20),
+            {},
+            "prompt and answer have 5020 tokens, the model is made for",
+        ),
+        (Request(prompt=[99], max_new_tokens=2), {}, "a token id that is BLANK or beyond the vocabulary"),
+        (good, {"method": "magic"}, "there is no method 'magic'"),
+        (good, {"stop": [""]}, "a stop string is empty"),
+        (Request(prompt=[], max_new_tokens=2), {"method": "autoregressive"}, "the prompt is empty"),
+    ):
+        with pytest.raises(FredaError, match=message):
+            engine.submit(request, **options)  # type: ignore[arg-type]
+    numbers.append(engine.submit(good))
+    with pytest.raises(FredaError, match="2 requests are waiting already"):
+        engine.submit(good)
+    while engine.busy:
+        engine.step()
+    expected = alone(model, good, "self-refine")[0]
+    assert [engine.outputs[number].tokens for number in numbers] == [expected] * 2
+    with pytest.raises(FredaError, match="page_size 6 is no multiple of the model's block size 4"):
+        Engine(model, EngineConfig(page_size=6))
+    with pytest.raises(FredaError, match="max_batch is 0"):
+        Engine(model, EngineConfig(max_batch=0))
+
+
+def test_damaged_weights_end_the_request_with_an_error() -> None:
+    model = loaded()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = float("nan")
+    engine = Engine(model)
+    bad, good = (engine.submit(Request(prompt=prompt, max_new_tokens=4)) for prompt in ([5, 5, 5, 5], [1, 2]))
+    events = []
+    while engine.busy:
+        events += engine.step()
+    said = {event.request: event for event in events if event.finish}
+    assert said[bad].finish == "error" and "not numbers" in said[bad].error
+    assert engine.pages.available == engine.pages.count and good in said
+
+
+def test_pages_are_counted() -> None:
+    pages = Pages(loaded().model, 6, 8)
+    one = pages.reserve([1] * 16, 20, 4)
+    assert one is not None and (len(one[0]), one[1], pages.available) == (3, 0, 3)
+    assert pages.reserve([2] * 8, 32, 4) is None, "four are not there"
+    pages.learn(one[0], [1] * 16, 4)
+    two = pages.reserve([1] * 17, 24, 4)
+    assert two is not None and two[0][:2] == one[0][:2] and two[1] == 16 and pages.available == 2
+    other = pages.reserve([1] * 16, 16, 1)
+    assert other is not None and other[1] == 0, "another block size, another text"
+    for table in (one, two, other):
+        pages.release(table[0])
+    assert pages.available == 6
+    again = pages.reserve([1] * 16, 16, 4)
+    assert again is not None and again[1] == 16, "remembered though nobody used it"
+    pages.release(again[0])
+    everything = pages.reserve([3] * 48, 48, 4)
+    assert everything is not None and everything[1] == 0
+    pages.release(everything[0])
+    forgotten = pages.reserve([1] * 16, 16, 4)
+    assert forgotten is not None and forgotten[1] == 0
