@@ -132,7 +132,7 @@ def test_requests_that_begin_alike_share_pages() -> None:
 
 def test_generated_text_is_remembered_too() -> None:
     model = loaded()
-    engine = Engine(model, EngineConfig(max_batch=1, page_size=8, pages=40))
+    engine = Engine(model, EngineConfig(max_batch=1, page_size=8, pages=300))
     asked = [Request(prompt=prompt[:4], max_new_tokens=30, threshold=2.0) for prompt in prompts(20)]
     found = zip(asked, engine.run(asked), strict=True)
     text = next([*r.prompt, *o.tokens] for r, o in found if len(r.prompt) == 4 and len(o.tokens) > 20)
