@@ -17,8 +17,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from freda import __version__
+from freda.bench.command import Settings, bench
 from freda.config import DecodeConfig
-from freda.errors import AgreedError, FredaError
+from freda.errors import AgreedError, FredaError, note
 
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -34,7 +35,6 @@ app = typer.Typer(
 )
 
 DECODING = DecodeConfig()
-Settings = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config value.")]
 
 
 def _version(wanted: bool) -> None:
@@ -91,16 +91,12 @@ def prepare(
         print("\n".join(plan_lines(resolved, data, processes)))
         return
     try:
-        manifest = write_shards(resolved, out, root=data, workers=processes, note=_note)
+        manifest = write_shards(resolved, out, root=data, workers=processes, note=note)
     except KeyboardInterrupt:
-        _note("interrupted; the same command goes on with it")
+        note("interrupted; the same command goes on with it")
         raise typer.Exit(130) from None
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(shard_lines(manifest)))
-
-
-def _note(message: str) -> None:
-    print(f"freda: {message}", file=sys.stderr)
 
 
 @app.command(
@@ -317,66 +313,15 @@ def sweep(
     if config is not None:
         try:
             place = {"device": device, "dtype": dtype}
-            measure_sweep(configs.load_sweep(config, set_), data, out, unpublished=unpublished, note=_note, **place)
+            measure_sweep(configs.load_sweep(config, set_), data, out, unpublished=unpublished, note=note, **place)
         except KeyboardInterrupt:
-            _note("interrupted; the same command goes on with it")
+            note("interrupted; the same command goes on with it")
             raise typer.Exit(130) from None
     for path in draw_sweep(draw or out, out):
         print(path)
 
 
-bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
 app.add_typer(bench, name="bench")
-
-
-@bench.callback()
-def _bench(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-@bench.command("data", epilog="Example: **freda bench data configs/data-mini.toml --data ~/corpora**")
-def bench_data(
-    config: Annotated[Path, typer.Argument(help="A TOML file with [source.NAME] sections: where the text is from.")],
-    data: Annotated[Path, typer.Option(help="Folder that relative paths in the config start from.")] = Path(),
-    megabytes: Annotated[float, typer.Option(help="Text to measure on.")] = 50.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    set_: Settings = [],  # noqa: B006
-) -> None:
-    """Documents to shards: tokens per second of one core, beside the tokenizer libraries alone."""
-    from freda import config as configs
-    from freda.bench.data import bench_data as measure
-    from freda.bench.data import table_lines
-
-    found = measure(configs.load(config, set_), data, megabytes)
-    print(json.dumps(found) if as_json else "\n".join(table_lines(found)))
-
-
-@bench.command(
-    "train", epilog="Example: **freda bench train --shape qwen3-4b --rows 2 --out results/bench-train.json**"
-)
-def bench_train(
-    shape: Annotated[str, typer.Option(help="tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b or qwen3-8b.")] = "qwen3-4b",
-    rows: Annotated[int, typer.Option(help="Rows of a step.")] = 2,
-    seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 4096,
-    documents: Annotated[int, typer.Option(help="Documents per row, of equal length.")] = 1,
-    passes: Annotated[list[int], typer.Option(help="Passes of a step; may be repeated.")] = [1, 2, 3],  # noqa: B006
-    method: Annotated[str, typer.Option(help="self-refine, block-diffusion or autoregressive.")] = "self-refine",
-    activations: Annotated[float, typer.Option(help="Share of activations kept for backward.")] = 1.0,
-    compare: Annotated[bool, typer.Option("--compare", help="Add plain variants, each in the same run.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
-) -> None:
-    """Optimizer steps with random weights: tokens per second, and the share of the matmul rate of the same run."""
-    from freda.bench.train import bench_train as measure
-    from freda.bench.train import table_lines
-
-    load = {"seq_len": seq_len, "rows": rows, "documents": documents, "passes": passes, "method": method}
-    found = measure(shape, **load, activations=activations, compare=compare, device=device, note=_note)  # type: ignore[arg-type]
-    print("\n".join(table_lines(found)))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command(epilog="Examples: **freda inspect runs/demo/self-refine**; **freda inspect runs/demo/data --rows 2**")

@@ -5,6 +5,8 @@ line prints it as one line and leaves with exit code 2. Everything else that can
 its traceback.
 """
 
+import sys
+
 
 class FredaError(Exception):
     """A mistake the user can fix."""
@@ -23,3 +25,8 @@ def require(condition: bool, message: str) -> None:
     """Reject a value the user can fix."""
     if not condition:
         raise FredaError(message)
+
+
+def note(message: str) -> None:
+    """Something worth knowing, for the person who watches: answers go to stdout, this goes to stderr."""
+    print(f"freda: {message}", file=sys.stderr)

@@ -58,7 +58,7 @@ def test_files_and_functions_stay_small(file: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
             assert length <= MOST_FUNCTION_LINES, f"{node.name} has {length} lines"
-            assert len(node.args.args) <= MOST_POSITIONAL + 1 or file.name == "cli.py", (
+            assert len(node.args.args) <= MOST_POSITIONAL + 1 or "import typer" in text, (
                 f"{node.name} has many arguments"
             )
 

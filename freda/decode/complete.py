@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from freda.config import DecodeConfig
 from freda.decode.engine import Engine, EngineConfig, cut_at_stop
 from freda.decode.generate import Output, Request, generate
 from freda.decode.show import LiveDrafts
-from freda.errors import FredaError, require
+from freda.errors import FredaError, note, require
 from freda.methods import METHODS
 from freda.model.transformer import pick_device
 from freda.model.weights import DTYPES, LoadedModel, load_model
@@ -45,11 +44,11 @@ def complete(
     if name not in METHODS:
         raise FredaError(f"there is no method {name!r}; use one of {', '.join(METHODS)}")
     if name != loaded.method.name:
-        print(f"freda: note: {path} was trained as {loaded.method.name}, decoding as {name}", file=sys.stderr)
+        note(f"note: {path} was trained as {loaded.method.name}, decoding as {name}")
     request = Request(prompt=loaded.tokenizer.encode(text), **settings)
     length, limit = len(request.prompt) + request.max_new_tokens, loaded.model.config.max_positions
     if length > limit:
-        print(f"freda: note: {length} tokens asked for, but the model is meant for {limit} positions", file=sys.stderr)
+        note(f"note: {length} tokens asked for, but the model is meant for {limit} positions")
         reference = True  # the engine keeps to what a model is meant for
 
     def run(watch: LiveDrafts | None) -> Output:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from torch import Tensor
 from freda import config as config_module
 from freda.config import Config
 from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
-from freda.errors import AgreedError, FredaError
+from freda.errors import AgreedError, FredaError, note
 from freda.methods.method import Step
 from freda.train import checkpoint
 from freda.train.flops import counted, step_flops
@@ -72,7 +71,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, name: str = "tr
     if not resume:
         ranks.agree(lambda: check_unused(folder))
     config = _with_absolute_paths(config)
-    saved = checkpoint.resumable(folder, ranks, _note if ranks.first else lambda _: None) if resume else None
+    saved = checkpoint.resumable(folder, ranks, note if ranks.first else lambda _: None) if resume else None
     run = setup(config, saved, ranks)  # before the folder is made: a wrong config leaves nothing behind
     done = 0 if saved is None else checkpoint.restore(saved, run.model, run.optimizer, ranks)
 
@@ -85,10 +84,6 @@ def train(config: Config, folder: Path, *, resume: bool = False, name: str = "tr
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
     with line, _stop_signals() as stop, prefetch(run, done) as run.ahead:
         return _run_steps(run, folder, done, line, stop)
-
-
-def _note(message: str) -> None:
-    print(f"freda: {message}", file=sys.stderr)
 
 
 def _with_absolute_paths(config: Config) -> Config:

@@ -1,0 +1,94 @@
+"""`freda bench`: its commands. Nothing heavy is imported at module level."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from freda.errors import note
+
+Settings = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config value.")]
+
+bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
+
+
+@bench.callback()
+def _bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@bench.command("data", epilog="Example: **freda bench data configs/data-mini.toml --data ~/corpora**")
+def bench_data(
+    config: Annotated[Path, typer.Argument(help="A TOML file with [source.NAME] sections: where the text is from.")],
+    data: Annotated[Path, typer.Option(help="Folder that relative paths in the config start from.")] = Path(),
+    megabytes: Annotated[float, typer.Option(help="Text to measure on.")] = 50.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    set_: Settings = [],  # noqa: B006
+) -> None:
+    """Documents to shards: tokens per second of one core, beside the tokenizer libraries alone."""
+    from freda import config as configs
+    from freda.bench.data import bench_data as measure
+    from freda.bench.data import table_lines
+
+    found = measure(configs.load(config, set_), data, megabytes)
+    print(json.dumps(found) if as_json else "\n".join(table_lines(found)))
+
+
+@bench.command(
+    "train", epilog="Example: **freda bench train --shape qwen3-4b --rows 2 --out results/bench-train.json**"
+)
+def bench_train(
+    shape: Annotated[str, typer.Option(help="tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b or qwen3-8b.")] = "qwen3-4b",
+    rows: Annotated[int, typer.Option(help="Rows of a step.")] = 2,
+    seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 4096,
+    documents: Annotated[int, typer.Option(help="Documents per row, of equal length.")] = 1,
+    passes: Annotated[list[int], typer.Option(help="Passes of a step; may be repeated.")] = [1, 2, 3],  # noqa: B006
+    method: Annotated[str, typer.Option(help="self-refine, block-diffusion or autoregressive.")] = "self-refine",
+    activations: Annotated[float, typer.Option(help="Share of activations kept for backward.")] = 1.0,
+    compare: Annotated[bool, typer.Option("--compare", help="Add plain variants, each in the same run.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
+) -> None:
+    """Optimizer steps with random weights: tokens per second, and the share of the matmul rate of the same run."""
+    from freda.bench.train import bench_train as measure
+    from freda.bench.train import table_lines
+
+    load = {"seq_len": seq_len, "rows": rows, "documents": documents, "passes": passes, "method": method}
+    found = measure(shape, **load, activations=activations, compare=compare, device=device, note=note)  # type: ignore[arg-type]
+    _report(found, table_lines(found), out)
+
+
+@bench.command("decode", epilog="Example: **freda bench decode runs/demo/self-refine --batch 1 --batch 16 --compare**")
+def bench_decode(
+    model: Annotated[str, typer.Argument(help="A model folder, or a shape with random weights, as qwen3-4b.")],
+    batch: Annotated[list[int], typer.Option(help="Requests side by side; may be repeated.")] = [1],  # noqa: B006
+    context: Annotated[list[int], typer.Option(help="Tokens of a prompt; may be repeated.")] = [512],  # noqa: B006
+    new_tokens: Annotated[int, typer.Option(help="Tokens to make for each request.")] = 64,
+    passes: Annotated[int, typer.Option(help="Passes per block; all are made.")] = 2,
+    method: Annotated[str, typer.Option(help="How to decode.")] = "self-refine",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Add the autoregressive decoder and the reference loop.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
+) -> None:
+    """The engine's forwards and tokens per second, beside the copy and matmul rates of the same run."""
+    from freda.bench.decode import bench_decode as measure
+    from freda.bench.decode import table_lines
+
+    sizes = {"batches": batch, "contexts": context, "new_tokens": new_tokens, "passes": passes}
+    place = {"device": device, "dtype": dtype}
+    found = measure(model, **sizes, **place, method=method, compare=compare, note=note)  # type: ignore[arg-type]
+    _report(found, table_lines(found), out)
+
+
+def _report(found: dict[str, Any], lines: list[str], out: Path | None) -> None:
+    print("\n".join(lines))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

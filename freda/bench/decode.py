@@ -1,0 +1,214 @@
+"""`freda bench decode`: forwards and tokens per second of the engine, beside the limits of the same run.
+
+With one stream, a forward reads every weight once: its share of the copy rate says how near it is to what the memory
+allows. What is compared is the engine's own autoregressive decoder at equal weights, and the reference loop request by
+request. Random weights say nothing, so passes are fixed (threshold above 1) and no text ends early, unless a model
+folder is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from freda.config import MethodConfig
+from freda.data.tokenizer import Tokenizer
+from freda.decode.batch import Request
+from freda.decode.engine import Engine, EngineConfig
+from freda.decode.generate import generate
+from freda.errors import require
+from freda.methods import METHODS
+from freda.model.rates import about, copy_rate, matmul_rate
+from freda.model.shapes import QWEN3_BLANK, SHAPES, layer_parameters
+from freda.model.transformer import Transformer, pick_device
+from freda.model.weights import DTYPES, LoadedModel, load_model
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement."""
+
+    batch: int
+    context: int  # tokens of each prompt
+    new_tokens: int
+    passes: int
+    method: str
+
+
+class NoText(Tokenizer):
+    """A tokenizer of random models: no token stops a text, and nothing is decoded."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def stop_ids(self) -> list[int]:  # type: ignore[override]
+        """None."""
+        return []
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Nothing."""
+        return ""
+
+
+def bench_decode(
+    model: str,
+    *,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    new_tokens: int,
+    passes: int,
+    method: str,
+    compare: bool,
+    device: str,
+    dtype: str,
+    note: Note = lambda message: None,
+) -> dict[str, Any]:
+    """Measure all batches × contexts of a shape or a model folder; returns what the table shows."""
+    place = pick_device(device)
+    require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+    loaded = _model(model, place, DTYPES[dtype])
+    copy, matmul = copy_rate(place), matmul_rate(place, DTYPES[dtype])
+    note(f"copy {copy / 1e12:.3f} TB/s, matmul {matmul / 1e12:.1f} TFLOP/s")
+    methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
+    cases = [Case(b, c, new_tokens, passes, name) for name in methods for b in batches for c in contexts]
+    rows = [_measured(loaded, case, copy, matmul, note) for case in cases]
+    if compare:
+        rows += [_one_by_one(loaded, Case(b, c, new_tokens, passes, method), note) for b in batches for c in contexts]
+    return {
+        **about(place),
+        "model": model,
+        "dtype": dtype,
+        "parameters": sum(weight.numel() for weight in loaded.model.parameters()),
+        "copy_tb": copy / 1e12,
+        "matmul_tflops": matmul / 1e12,
+        "rows": rows,
+    }
+
+
+def _model(name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    if name not in SHAPES:
+        return load_model(Path(name), device, dtype)
+    shape = SHAPES[name]
+    with torch.device(device):
+        network = Transformer(shape, min(QWEN3_BLANK, shape.vocab_size - 1)).to(dtype)
+    network.inv_freq = network.inv_freq.float()  # angles in bf16 would be off by whole turns
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
+    return LoadedModel(network, NoText(), MethodConfig(name="self-refine"), "bench")
+
+
+def _requests(loaded: LoadedModel, case: Case) -> list[Request]:
+    """Different prompts, so that nothing is shared; every block gets all its passes."""
+    generator = torch.Generator().manual_seed(1)
+    texts = torch.randint(0, loaded.model.blank_id, (case.batch, case.context), generator=generator).tolist()
+    return [
+        Request(prompt=text, max_new_tokens=case.new_tokens, passes=case.passes, threshold=2.0, seed=number)
+        for number, text in enumerate(texts)
+    ]
+
+
+def _measured(loaded: LoadedModel, case: Case, copy: float, matmul: float, note: Note) -> dict[str, Any]:
+    """The engine: prefill by itself, then steps until all are done."""
+    page = 16 if loaded.method.block_size <= 16 else loaded.method.block_size
+    pages = case.batch * (-(-(case.context + case.new_tokens + loaded.method.block_size) // page) + 1)
+    engine = Engine(loaded, EngineConfig(max_batch=case.batch, page_size=page, pages=pages))
+    for request in _requests(loaded, case):
+        engine.submit(request, method=case.method)
+    begun = _now(loaded)
+    engine._admit()
+    prefilled = _now(loaded)
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+    ended = _now(loaded)
+    tokens = sum(len(output.tokens) for output in engine.outputs.values())
+    nfe = sum(output.nfe for output in engine.outputs.values())
+    weights = sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
+    prefill_flops = 2.0 * layer_parameters(loaded.model.config) * case.batch * case.context
+    row = {
+        "what": f"engine, {case.method}",
+        **{key: getattr(case, key) for key in ("batch", "context", "new_tokens", "passes")},
+        "forwards_per_s": steps / (ended - prefilled),
+        "weights_share_of_copy": weights * steps / (ended - prefilled) / copy,
+        "tokens_per_s": tokens / (ended - prefilled),
+        "tokens_per_s_with_prefill": tokens / (ended - begun),
+        "tpf": tokens / nfe,
+        "prefill_tokens_per_s": case.batch * case.context / (prefilled - begun),
+        "prefill_share_of_matmul": prefill_flops / (prefilled - begun) / matmul,
+        "memory_gb": _memory(loaded),
+    }
+    note(f"{row['what']}, batch {case.batch}, context {case.context}: {row['tokens_per_s']:.1f} tokens/s")
+    return row
+
+
+def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
+    """The reference loop with its cache, request by request."""
+    requests, rule = _requests(loaded, case), METHODS[case.method]  # type: ignore[index]
+    begun = _now(loaded)
+    made = [
+        generate(loaded.model, rule, loaded.method, [request], stop_ids=loaded.tokenizer.stop_ids)[0]
+        for request in requests
+    ]
+    ended = _now(loaded)
+    tokens, nfe = sum(len(output.tokens) for output in made), sum(output.nfe for output in made)
+    row = {
+        "what": f"reference loop one by one, {case.method}",
+        **{key: getattr(case, key) for key in ("batch", "context", "new_tokens", "passes")},
+        "forwards_per_s": nfe / (ended - begun),
+        "tokens_per_s_with_prefill": tokens / (ended - begun),
+        "tpf": tokens / nfe,
+    }
+    note(f"{row['what']}, {case.batch} requests: {row['tokens_per_s_with_prefill']:.1f} tokens/s")
+    return row
+
+
+def _now(loaded: LoadedModel) -> float:
+    if loaded.model.embed_tokens.weight.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _memory(loaded: LoadedModel) -> float | None:
+    cuda = loaded.model.embed_tokens.weight.is_cuda
+    return torch.cuda.max_memory_allocated() / 1e9 if cuda else None
+
+
+def table_lines(found: dict[str, Any]) -> list[str]:
+    """What is printed."""
+    lines = [
+        f"{found['model']}, {found['parameters'] / 1e9:.3f} B parameters, {found['dtype']}, {found['device']}: "
+        f"copy {found['copy_tb']:.3f} TB/s, matmul {found['matmul_tflops']:.1f} TFLOP/s",
+        "",
+        "| what | batch | context | forwards/s | weights over copy rate | tokens/s | with prefill | tokens per forward "
+        "| prefill tokens/s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        share = row.get("weights_share_of_copy")
+        cells = [
+            row["what"],
+            str(row["batch"]),
+            str(row["context"]),
+            f"{row['forwards_per_s']:.1f}",
+            "–" if share is None else f"{100 * share:.1f}%",
+            *(_number(row.get(key)) for key in ("tokens_per_s", "tokens_per_s_with_prefill")),
+            f"{row['tpf']:.2f}",
+            _number(row.get("prefill_tokens_per_s")),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"
