@@ -229,7 +229,7 @@ def convert(
 
 @app.command(
     "eval",
-    epilog="Examples: **freda eval runs/mine --task gsm8k --data ~/benchmarks --out runs/mine/gsm8k**; "
+    epilog="Examples: **freda eval runs/mine --task gsm8k --data ~/benchmarks --out runs/mine/eval**; "
     "**freda eval runs/mine --harness --task gsm8k --data ~/benchmarks**; "
     "**freda eval --self-check --data ~/benchmarks**; **freda eval --compare runs/a/gsm8k runs/b/gsm8k**",
 )

@@ -340,6 +340,14 @@ class SweepConfig:
             require(bool(getattr(self, name)), f"sweep.{name} is empty; name one or more")
         for name in ("stability_examples", "batch_size", "max_new_tokens"):
             require(getattr(self, name) >= 1, f"sweep.{name} is {getattr(self, name)}; use 1 or more")
+        for count in (*self.passes, *self.width_passes):
+            DecodeConfig(passes=count)  # a value that cannot be is told now, not after hours of work
+        for width in self.widths:
+            DecodeConfig(width=width)
+        for threshold in self.thresholds:
+            DecodeConfig(threshold=threshold)
+        for tau in self.taus:
+            DecodeConfig(tau=tau)
         for name in ("limit", "early_stop_passes"):
             require(getattr(self, name) >= 0, f"sweep.{name} is {getattr(self, name)}; use 0 or more")
 

@@ -155,7 +155,7 @@ def ask(
     oracle = type("Asked", (Oracle, LM), {"answer": staticmethod(answer)})
     monkeypatch.setattr(harness, "make_lm", lambda *arguments: oracle(*arguments))
     monkeypatch.setattr(harness, "_samples", kept)
-    monkeypatch.setattr(harness, "fingerprint", lambda loaded: "none")
+    monkeypatch.setattr(harness, "about_model", lambda loaded: {"model": "none", "dtype": "none"})
     examples = TASKS[name].load(data)[: limit or None]
     loaded = SimpleNamespace(method=MethodConfig(name="self-refine"))
     found = run_task(loaded, name, examples, place, data=data, settings=SHORT)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,17 @@ import torch
 
 from freda import config as configs
 from freda.cli import run
-from freda.config import CorpusConfig, MethodConfig, ModelConfig, SweepConfig, SystemConfig
+from freda.config import CorpusConfig, MethodConfig, ModelConfig, SweepConfig, SweepFile, SystemConfig
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
-from freda.eval.figures import draw
+from freda.eval import published
+from freda.eval import sweep as sweeps
+from freda.eval.figures import draw, passes_figure
 from freda.eval.run import solution_batch, teacher_forced
 from freda.eval.stability import stability
-from freda.eval.sweep import NEVER, Point, Setting, read_sweep, run_sweep, settings_of
+from freda.eval.sweep import NEVER, Point, Setting, passes_settings, read_sweep, run_sweep, settings_of
 from freda.eval.tables import (
     TABLES,
     Score,
@@ -31,6 +34,7 @@ from freda.eval.tables import (
     as_markdown,
     envelope,
     main_table,
+    pareto_table,
     passes_table,
     speed_up,
     speed_up_table,
@@ -38,7 +42,8 @@ from freda.eval.tables import (
     tau_table,
     width_table,
 )
-from freda.eval.tasks import sums
+from freda.eval.tasks import load_examples, mmlu, sums
+from freda.eval.tasks.task import Example, checksum
 from freda.methods import METHODS
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
@@ -86,6 +91,36 @@ def test_baselines_keep_their_own_schedules() -> None:
     assert settings_of(only_main, SYSTEM, METHODS["self-refine"], 4) == [Setting(4, 0.9, 4, 0.1)]
 
 
+def test_early_stop_is_on_up_to_three_passes_and_off_from_four_on() -> None:
+    found = passes_settings(SweepConfig(), SYSTEM, METHODS["self-refine"], 4)
+    assert [(s.passes, s.threshold == NEVER) for s in found] == [(k, k >= 4) for k in range(1, 7)]
+
+
+def test_each_system_reads_its_own_files_and_choices_are_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    example = Example("x", "p", "g", {})
+    monkeypatch.setattr("freda.eval.sweep.load_examples", lambda task, data, *_, **__: read.append(data) or [example])
+    mine, other = SystemConfig(models=("x",), data="mine"), SystemConfig(models=("y",))
+    file = SweepFile(sweep=SMALL, system={"a": mine, "b": other, "c": other})
+    assert len(sweeps._questions(file, [sums], Path("all"), unpublished=False)) == 3  # type: ignore[list-item]
+    assert read == [Path("mine"), Path("all")]
+    asked: list[str] = []
+
+    def answer(loaded: object, task: Any, *_: object, **__: object) -> dict[str, float]:
+        asked.append(task.NAME)
+        return dict.fromkeys(("n", "accuracy", "standard_error", "nfe", "tpf", "seconds"), 1.0)
+
+    monkeypatch.setattr("freda.eval.sweep.evaluate", answer)
+    monkeypatch.setattr("freda.eval.sweep.read_samples", lambda folder: ({}, {"x": {"correct": True}}))
+    loaded = SimpleNamespace(method=MethodConfig(name="self-refine"))
+    subject = sweeps.Subject("a", 0, mine, loaded, [(mmlu, [example]), (sums, [example])], tmp_path)  # type: ignore[arg-type, list-item]
+    points = list(sweeps._measure(subject, SMALL, lambda message: None))
+    assert asked == ["mmlu", *["sums"] * len(settings_of(SMALL, mine, METHODS["self-refine"], 4))]
+    assert points[0].setting == points[1].setting == OWN
+
+
 def test_sweep_files_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "sweep.toml"
     for text, message in (
@@ -99,6 +134,10 @@ def test_sweep_files_are_checked(tmp_path: Path) -> None:
         ('[sweep]\npasses = []\n[system.a]\nmodels = ["x"]', "sweep.passes is empty"),
         ('[sweep]\npasses = ["x"]\n[system.a]\nmodels = ["x"]', "sweep.passes is 'x' .*a whole number"),
         ('[system.a]\nmodels = ["x"]\npasses = 0', "system.a: passes is 0"),
+        ('[sweep]\npasses = [2, 0]\n[system.a]\nmodels = ["x"]', "passes is 0; use 1 or more"),
+        ('[sweep]\nthresholds = [0.0]\n[system.a]\nmodels = ["x"]', "threshold is 0.0"),
+        ('[sweep]\nwidths = [0]\n[system.a]\nmodels = ["x"]', "width is 0"),
+        ('[sweep]\ntaus = [-1.0]\n[system.a]\nmodels = ["x"]', "tau is -1"),
         ('[sweeep]\n[system.a]\nmodels = ["x"]', "unknown section 'sweeep'; did you mean 'sweep'"),
     ):
         path.write_text(text)
@@ -167,13 +206,80 @@ def test_the_main_table_has_paired_differences_and_the_papers_rows() -> None:
     table = main_table(sweep_of(points, methods=methods, tasks={"gsm8k": "mathematics"}))
     rows = {row["system"]: row for row in rows_of(table)}
     assert rows["base"]["gsm8k"] == "50.00 ± 5.00" and rows["base"]["gsm8k − base"] == ""
-    assert rows["ours"]["gsm8k − base"] == "+25.00 (+16.51 to +33.49)"
+    assert rows["ours"]["gsm8k − base"] == "+25.00 (+15.94 to +33.08)"
     assert rows["paper: BlockDiff-4B"]["gsm8k"] == "77.33" and rows["paper: FReDA-4B (Best-of-N)"]["average"] == "84.15"
     assert "| base | 4 | 0.90 | 50.00 ± 5.00 | 50.00 |" in as_markdown(table)
+    fast = [*points, point("ours", "mmlu", OWN, "11" * 50, tpf=9.0), point("base", "mmlu", OWN, "10" * 50, tpf=9.0)]
+    both = main_table(sweep_of(fast, methods=methods, tasks={"mmlu": "knowledge", "gsm8k": "mathematics"}))
+    assert {row["tokens per forward"] for row in rows_of(both)[:2]} == {"1.0"}, "letters are not generated"
     alone = main_table(
         sweep_of([point("a", "sums", OWN, "10")], methods={"a": "self-refine"}, tasks={"sums": "mathematics"})
     )
     assert [row["system"] for row in rows_of(alone)] == ["a"], "the paper knows no such task"
+
+
+def test_seeds_are_compared_by_question_and_not_counted_as_more_questions() -> None:
+    methods, tasks = {"base": "block-diffusion", "ours": "self-refine"}, {"gsm8k": "mathematics"}
+    base = [point("base", "gsm8k", OWN, right, model=n) for n, right in enumerate(("1100" * 9, "1111" * 9))]
+    ours = [point("ours", "gsm8k", OWN, "1110" * 9)]
+    found = sweep_of(base + ours, methods=methods, tasks=tasks).paired("ours", "gsm8k")
+    assert found is not None and found.n == 36
+    assert found.accuracy == (0.75, 0.75) and found.difference == 0, "the difference of what the table shows"
+    twice = [point("ours", "gsm8k", OWN, "1110" * 9, model=n) for n in range(2)]
+    again = sweep_of(base + twice, methods=methods, tasks=tasks).paired("ours", "gsm8k")
+    assert again == found, "a model that was counted twice tells nothing new"
+    assert sweep_of(base[:1] + twice[:1], methods=methods, tasks=tasks).paired("base", "gsm8k") is None
+    other = sweep_of(base + ours, methods=methods, tasks=tasks)
+    other.checksums = {"base/gsm8k": "a", "ours/gsm8k": "b"}
+    assert other.paired("ours", "gsm8k") is None, "other questions"
+    half = sweep_of([*base[:1], point("ours", "gsm8k", OWN, "11")], methods=methods, tasks=tasks)
+    assert half.paired("ours", "gsm8k") is None, "fewer questions"
+
+
+def test_two_tasks_of_the_same_questions_are_not_independent() -> None:
+    tasks = {"humaneval": "coding", "humaneval_plus": "coding"}
+    points = [point("a", name, OWN, "1110" * 25) for name in tasks]
+    score = sweep_of(points, methods={"a": "self-refine"}, tasks=tasks).score("a", "coding", OWN)
+    assert score is not None and score.error == pytest.approx(100 * points[0].standard_error), "as one task"
+    points[1] = point("a", "humaneval_plus", OWN, "1100" * 25)
+    score = sweep_of(points, methods={"a": "self-refine"}, tasks=tasks).score("a", "coding", OWN)
+    means = torch.tensor([1.0, 1.0, 0.5, 0.0] * 25)
+    assert score is not None and score.error == pytest.approx(10 * float(means.std(correction=0)))
+
+
+def test_the_papers_numbers_stand_beside_its_own_tasks_only() -> None:
+    sums_only = sweep_of([point("a", "sums", OWN, "10")], methods={"a": "self-refine"}, tasks={"sums": "mathematics"})
+    assert "paper" not in as_markdown(tau_table(sums_only)) + as_markdown(width_table(sums_only))
+    mixed = {"gsm8k": "mathematics", "humaneval": "coding"}
+    points = [point("a", name, OWN, "10") for name in mixed]
+    assert "paper" not in as_csv(passes_table(sweep_of(points, methods={"a": "self-refine"}, tasks=mixed)))
+
+
+def test_what_the_paper_reports() -> None:
+    by_name = {name: dict(zip(published.TASKS, values, strict=True)) for name, values in published.MAIN.items()}
+    ours, best = by_name["FReDA-4B (Self-refine)"], by_name["FReDA-4B (Best-of-N)"]
+    for row, (mathematics, coding, overall) in ((ours, published.SELF_REFINE), (best, published.TAU[0.1])):
+        assert (row["gsm8k"] + row["math500"]) / 2 == pytest.approx(mathematics, abs=0.0051)
+        assert (row["humaneval"] + row["humaneval_plus"]) / 2 == pytest.approx(coding, abs=0.0051)
+        assert (mathematics + coding) / 2 == pytest.approx(overall, abs=0.0051)
+    for mathematics, coding, overall in (*published.TAU.values(), *published.WIDTH.values()):
+        assert (mathematics + coding) / 2 == pytest.approx(overall, abs=0.0151)
+    assert published.WIDTH[4, 4] == published.TAU[0.1]
+    gain = [b - a for a, b in zip(published.MAIN["BlockDiff-4B"], published.MAIN["FReDA-4B (Best-of-N)"], strict=True)]
+    assert sum(gain) / 6 == pytest.approx(5.06, abs=0.005), "as the text says"
+    assert published.PASSES == {1: 25.9, 5: 56.3} and published.SPEED_UP == (1.5, 1.8)
+
+
+def test_sweeps_of_choices_alone_and_without_a_baseline_are_drawn(tmp_path: Path) -> None:
+    methods = {"a": "block-diffusion", "b": "self-refine"}
+    chosen = sweep_of(
+        [point(name, "mmlu", OWN, "10") for name in methods], methods=methods, tasks={"mmlu": "knowledge"}
+    )
+    for part, tables in TABLES.items():
+        assert bool(draw(chosen, part, tmp_path)) == (part == "main")
+        assert all(as_markdown(table(chosen)) for table in tables)
+    chosen.baseline = None
+    assert "None" not in as_markdown(speed_up_table(chosen)) and "paper" not in as_csv(speed_up_table(chosen))
 
 
 def test_envelopes_and_speed_up() -> None:
@@ -184,10 +290,18 @@ def test_envelopes_and_speed_up() -> None:
     assert speed_up(baseline, [fast, middle, slow]) == 1.5, "70 is enough for 65, at 3 instead of 2 tokens per forward"
     assert speed_up(baseline, [fast]) is None and speed_up([], [fast]) is None
     assert speed_up(baseline, baseline) == 1.0
+    half = [point("a", "gsm8k", OWN, "10"), point("b", "gsm8k", OWN, "11"), point("a", "math500", OWN, "11")]
+    half += [point("b", "math500", OWN, "10")]
+    kinds = {"gsm8k": "mathematics", "math500": "mathematics"}
+    sweep = sweep_of(half, methods={"a": "autoregressive", "b": "autoregressive"}, tasks=kinds)
+    sweep.by_place = {(*place[:3], sweep.main(place[0])): found for place, found in sweep.by_place.items()}
+    sweep.points = [dataclasses.replace(found, setting=sweep.main(found.system)) for found in half]
+    row = rows_of(speed_up_table(sweep))[0]
+    assert (row["gsm8k"], row["math500"], row["mean"]) == ("1.0", "", ""), "no mean of what is there by chance"
 
 
 def test_the_parts_of_a_sweep_from_its_points() -> None:
-    task = {"gsm8k": "mathematics", "humaneval": "coding"}
+    task = {name: KINDS.get(name, "coding") for name in published.TASKS[2:]}
     methods = {"base": "block-diffusion", "ours": "self-refine", "best": "best-of-n"}
     points = []
     for name in task:
@@ -203,6 +317,8 @@ def test_the_parts_of_a_sweep_from_its_points() -> None:
     assert curve["ours", "2"]["accuracy"] == "75.0" and curve["ours", "2"]["early stop"] == "0.9"
     assert curve["base", "2"]["early stop"] == "off" and curve["paper", "5"]["accuracy"] == "56.3"
     speeds = {row["system"]: row for row in rows_of(speed_up_table(sweep))}
+    shown = as_markdown(pareto_table(sweep))
+    assert len(rows_of(pareto_table(sweep))) > shown.count("| yes |") > 0 and "|  |" not in shown, "the frontier alone"
     assert speeds["ours"]["gsm8k"] == "1.0" and speeds["best"]["mean"] == "" and "1.5 to 1.8" in str(speeds)
     weights = rows_of(tau_table(sweep))
     assert [(row["system"], row["τ"], row["paper: overall"]) for row in weights] == [
@@ -283,8 +399,16 @@ def test_a_sweep_from_the_command_line(
             (out / "points" / found.system / "0" / "sums" / found.setting.folder / "results.json").read_text()
         )
         assert (kept["accuracy"], kept["tpf"]) == (found.accuracy, found.tpf) and len(found.right) == 6
+    stable = json.loads((out / "points" / "self-refine" / "0" / "sums" / "stability.json").read_text())
+    assert stable["checksum"] == checksum(load_examples(sums, folder, 3)) and stable["passes"] == 2
     # The same command measures nothing again; --draw needs nothing but the file.
     before = {path: path.stat().st_mtime_ns for path in (out / "points").rglob("stability.json")}
+    damaged, old = sorted(before)  # both are measured again
+    damaged.write_text('{"model')
+    old.write_text(json.dumps({**json.loads(old.read_text()), "model": "another", "rows": []}))
+    whole = json.loads((out / "sweep.json").read_text())["stability"]
+    assert run(command) == 0 and json.loads((out / "sweep.json").read_text())["stability"] == whole
+    before = {path: path.stat().st_mtime_ns for path in before}
     svg = (out / "pareto.svg").read_bytes()
     monkeypatch.setattr("freda.eval.evaluate.generate", None)
     assert run(command) == 0 and before == {path: path.stat().st_mtime_ns for path in before}
@@ -326,6 +450,9 @@ def test_a_sweep_of_missing_or_mixed_models_is_refused(folder: Path, tmp_path: P
     (tmp_path / "sweep.json").write_text('{"format": 99}')
     with pytest.raises(FredaError, match="has format 99; this version reads 1"):
         read_sweep(tmp_path)
+    (tmp_path / "sweep.json").write_text('{"format": 1, "points": []}')
+    with pytest.raises(FredaError, match="has no config, systems, tasks, checksums, stability; make it again"):
+        read_sweep(tmp_path)
     (tmp_path / "sweep.json").write_text("[]")
     with pytest.raises(FredaError, match="is not the file of a sweep"):
         read_sweep(tmp_path)
@@ -359,7 +486,7 @@ def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.M
 
 def many_tasks() -> Sweep:
     """Four tasks of two kinds and one of choices, two seeds, all parts."""
-    tasks = {"mmlu": "knowledge", "gsm8k": "mathematics", "math500": "mathematics", "humaneval": "coding"}
+    tasks = {"mmlu": "knowledge", **{name: KINDS.get(name, "coding") for name in published.TASKS[2:]}}
     methods = {"base": "autoregressive", "masked": "block-diffusion", "ours": "self-refine", "best": "best-of-n"}
     whole = SweepConfig(tasks=tuple(tasks))
     points = []
@@ -387,6 +514,13 @@ def test_every_part_can_be_drawn_and_tabled_for_many_tasks(tmp_path: Path) -> No
     svg = (tmp_path / "passes.svg").read_text()
     assert all(words in svg for words in ("Mathematics", "Coding", "Overall", "paper (4B)", "passes per block"))
     assert "humaneval" in (tmp_path / "pareto.svg").read_text()
+    import matplotlib.pyplot as plt
+
+    axes = passes_figure(plt, sweep).axes
+    gains = [text.get_text() for text in axes[0].texts]
+    assert gains == [f"{4.0 * min(k - 1, 3) + (11.0 if k >= 4 else 0.0):+.1f}" for k in range(2, 7)], "since one pass"
+    assert any(list(line.get_xdata()) == [3.5, 3.5] for line in axes[0].lines), "where the early stop goes off"
+    plt.close("all")
     only = sweep_of(
         [point("a", "sums", Setting(1, 0.9, 4, 0.1), "10")],
         methods={"a": "autoregressive"},

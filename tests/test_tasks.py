@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import gzip
 import json
+import os
 import time
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
-from freda.eval.compare import compare
 from freda.eval.evaluate import evaluate
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, load_examples, math500, mbpp, mmlu, sums
@@ -186,7 +186,18 @@ def test_a_grader_that_hangs_is_given_up(data: Path, monkeypatch: pytest.MonkeyP
     answers = ["The final answer is $5$.", "The final answer is $7$.", "The final answer is $5$."]
     graded = math500.grade_all([example] * 3, answers)
     assert [one.correct for one in graded] == [True, False, True]
-    assert graded[1].reason == "the grader gave up after 4 s"
+    assert graded[1].reason == "the grader failed, or gave up after 4 s"
+    monkeypatch.setattr(math500, "same", die_of_seven)  # and what ends its process, or fails, ends no run
+    assert [one.correct for one in math500.grade_all([example] * 3, answers)] == [True, False, True]
+    assert math500.in_workers(die_of_seven, [("1", "x"), ("1", "5")]) == [None, True]
+
+
+def die_of_seven(gold: str, answer: str) -> bool:
+    if "7" in answer:
+        os._exit(3)
+    if answer == "x":
+        raise RecursionError("too deep")
+    return True
 
 
 def hang_on_seven(gold: str, answer: str) -> bool:
@@ -222,6 +233,13 @@ def test_mbpp_asks_the_test_rows(data: Path) -> None:
     assert examples[0].prompt.count("[DONE]") == 3 and examples[0].prompt.endswith("assert add(1) == 12\n[BEGIN]\n")
     texts = ["def add(x):\n    return x + 11\n[DONE]\nnonsense(", "def add(x):\n    return x"]
     assert [one.correct for one in mbpp.grade_all([examples[0]] * 2, texts)] == [True, False]
+
+
+def test_a_guess_must_be_right_as_often_as_guessing_is(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = self_check(gpqa, data)
+    assert found.passed and not dataclasses.replace(found, guessed=0.25 + 4.1 * (0.25 * 0.75 / found.n) ** 0.5).passed
+    assert not dataclasses.replace(found, n=10_000, references=10_000, guessed=0.23).passed
+    assert not dataclasses.replace(found, references=found.n - 1).passed
 
 
 def test_a_wrong_grader_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,32 +432,3 @@ def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pyt
     ):
         assert run(arguments) == 2
         assert message in capsys.readouterr().err
-
-
-def write_answers(folder: Path, right: list[bool], checksum_: str = "abc") -> Path:
-    folder.mkdir()
-    lines = [{"task": "gsm8k", "checksum": checksum_}, *({"id": str(n), "correct": ok} for n, ok in enumerate(right))]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = write_answers(tmp_path / "a", [True] * 50 + [False] * 30 + [True] * 5 + [False] * 15)
-    two = write_answers(tmp_path / "b", [True] * 50 + [False] * 30 + [False] * 5 + [True] * 15)
-    found = compare(one, two)
-    assert (found.n, found.accuracy, found.only) == (100, (0.55, 0.65), (5, 15))
-    differences = torch.tensor([0.0] * 80 + [-1.0] * 5 + [1.0] * 15)
-    error = float(differences.std(correction=0)) / 10
-    assert found.difference == pytest.approx(0.10)
-    assert (found.low, found.high) == pytest.approx((0.10 - 1.96 * error, 0.10 + 1.96 * error), abs=1e-6)
-    assert run(["eval", "--compare", str(one), str(two)]) == 0
-    assert "A 55.00, B 65.00: B is +10.00 points (+1.46 to +18.54 at 95%" in capsys.readouterr().out
-    same = compare(one, one)
-    assert (same.difference, same.low, same.high) == (0, 0, 0)
-    for other, message in (
-        (write_answers(tmp_path / "c", [True] * 100, "xyz"), "were not asked the same: checksum abc and xyz"),
-        (write_answers(tmp_path / "d", [True] * 99), "has 100 answers, .* 99; let both finish"),
-        (tmp_path / "nowhere", "holds no samples.jsonl"),
-    ):
-        with pytest.raises(FredaError, match=message):
-            compare(one, other)

@@ -25,7 +25,7 @@ PUBLISHED = {True: " as published", False: ", not the published questions", None
 
 def check_graders(names: Sequence[str], data: Path) -> bool:
     """Run every task's grader on the published answers and print what it says; True if all can be trusted."""
-    trusted = True
+    trusted, checked = True, 0
     for task in tasks_named(names):
         try:
             found = self_check(task, data)
@@ -42,7 +42,8 @@ def check_graders(names: Sequence[str], data: Path) -> bool:
         )
         for failure in found.failures:
             print(f"    {failure}")
-        trusted = trusted and found.passed
+        trusted, checked = trusted and found.passed, checked + 1
+    require(checked > 0, f"{data} has the files of no task; name the folder of the benchmarks with --data")
     return trusted
 
 
@@ -76,9 +77,9 @@ def evaluate_tasks(
     require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
     decoding, tasks = DecodeConfig(**settings), tasks_named(names)
     folder = out or resolve_model_folder(path) / "eval"
+    asked = [(task, load_examples(task, data, limit, unpublished=unpublished)) for task in tasks]
     loaded = load_model(path, pick_device(device), DTYPES[dtype])
-    for task in tasks:
-        examples = load_examples(task, data, limit, unpublished=unpublished)
+    for task, examples in asked:
         place = folder / task.NAME
         found = evaluate(
             loaded, task, examples, place, settings=decoding, batch_size=batch_size, progress=_progress(task.NAME)

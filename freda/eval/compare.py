@@ -1,19 +1,20 @@
 """`freda eval --compare A B`: the paired difference of two evaluations of the same questions.
 
 Questions differ much more than models do, so two scores are compared question by question: what counts is where they
-disagree. The interval is the normal one of the mean of the differences (−1, 0 or 1), at 95%.
+disagree. The interval is that of Agresti and Min (2005): the normal one of the mean of the differences (−1, 0 or 1), at
+95%, after adding half a question to each of the four outcomes. Without them, two evaluations that agree on the few
+questions asked would be equal for certain.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from freda.errors import FredaError, require
-from freda.eval.evaluate import SAMPLES
+from freda.errors import require
+from freda.eval.folder import read_samples
 
 Z = 1.96
 
@@ -26,27 +27,34 @@ class Compared(NamedTuple):
     difference: float  # of B over A, as a share
     low: float
     high: float
-    only: tuple[int, int]  # questions that A alone, or B alone, has right
+    only: tuple[float, float]  # questions that A alone, or B alone, has right
 
 
 def compare(first: Path, second: Path) -> Compared:
     """Compare the answers in two folders that `freda eval` made."""
-    heads, samples = zip(read_verdicts(first), read_verdicts(second), strict=True)
+    heads, samples = zip(read_samples(first), read_samples(second), strict=True)
     for key in ("task", "checksum"):
-        one, other = (head[key] for head in heads)
+        one, other = (head.get(key) for head in heads)
         require(one == other, f"{first} and {second} were not asked the same: {key} {one} and {other}")
+    for folder, head, found in zip((first, second), heads, samples, strict=True):
+        require(
+            len(found) == head.get("n") and bool(found),
+            f"{folder} has {len(found)} of {head.get('n')} answers; let it finish: the same freda eval goes on with it",
+        )
     left, right = samples
-    require(left.keys() == right.keys(), f"{first} has {len(left)} answers, {second} {len(right)}; let both finish")
-    return compared([(left[name], right[name]) for name in left])
+    return compared([(left[name]["correct"], right[name]["correct"]) for name in left])
 
 
-def compared(pairs: Sequence[tuple[bool, bool]]) -> Compared:
-    """Compare verdicts question by question."""
-    n, only = len(pairs), (sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs))
-    mean = (only[1] - only[0]) / n
-    error = math.sqrt(max(0.0, sum(only) / n - mean**2) / n)
+def compared(pairs: Sequence[tuple[float, float]]) -> Compared:
+    """Compare verdicts question by question; where each side is several models, their shares of right answers."""
+    n, differences = len(pairs), [b - a for a, b in pairs]
+    only = (sum(max(0, -d) for d in differences), sum(max(0, d) for d in differences))
+    wider = n + 2  # with half a question for each outcome: two of them are differences, −1 and 1
+    middle = sum(differences) / wider
+    error = math.sqrt(((sum(d * d for d in differences) + 1) / wider - middle**2) / wider)
     accuracy = (sum(a for a, _ in pairs) / n, sum(b for _, b in pairs) / n)
-    return Compared(n, accuracy, mean, mean - Z * error, mean + Z * error, only)
+    low, high = max(-1.0, middle - Z * error), min(1.0, middle + Z * error)
+    return Compared(n, accuracy, sum(differences) / n, low, high, only)
 
 
 def compared_line(found: Compared) -> str:
@@ -59,15 +67,5 @@ def compared_line(found: Compared) -> str:
     )
     return (
         f"A {first}, B {second}: B is {difference} points ({low} to {high} at 95%, paired, n = {found.n}); "
-        f"A alone has {found.only[0]} right, B alone {found.only[1]}"
+        f"A alone has {found.only[0]:g} right, B alone {found.only[1]:g}"
     )
-
-
-def read_verdicts(folder: Path) -> tuple[dict[str, Any], dict[str, bool]]:
-    """What was asked, and which answers are right."""
-    path = folder / SAMPLES
-    if not path.is_file():
-        raise FredaError(f"{folder} holds no {SAMPLES}; name a folder that freda eval made, one task's")
-    lines = path.read_text(encoding="utf-8").split("\n")
-    samples = [json.loads(line) for line in lines[1:-1] if line]
-    return json.loads(lines[0]), {sample["id"]: bool(sample["correct"]) for sample in samples}

@@ -12,8 +12,8 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from freda.config import DecodeConfig
 from freda.decode.generate import Output, Request, generate
 from freda.errors import FredaError, require
 from freda.eval.code import cut_completion
+from freda.eval.folder import RESULTS, SAMPLES, held, read_samples, write_whole
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.tasks.task import Example, Graded, Task, checksum
 from freda.methods import METHODS
 from freda.model.weights import LoadedModel
 
-SAMPLES, RESULTS = "samples.jsonl", "results.json"
 SHOWN_PROMPTS = 3
 LOOK_BACK = 48  # tokens at the end of a text that are searched for stop strings; none is longer
 Progress = Callable[[int, int, float], None]  # answers done, answers in all, share of right ones so far
@@ -45,35 +45,58 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answer all examples, or those that an earlier run in `out` has not; returns what `results.json` holds."""
     require(batch_size >= 1, f"batch_size is {batch_size}; use 1 or more")
+    require(bool(examples), f"there is no question of {task.NAME}; look at the files")
+    settings = settings_of(task, settings)
     head = {
         "task": task.NAME,
         "n": len(examples),
         "shots": task.SHOTS,
         "checksum": checksum(examples),
-        "method": loaded.method.name,
-        "model": fingerprint(loaded),
+        **about_model(loaded),
         "settings": {"by": "likelihood"} if task.CHOICES else {**asdict(settings), "by": "generation"},
         "version": __version__,
     }
-    samples = _resume(out, head)
-    left = [example for example in examples if example.id not in samples]
-    answer = _choose if task.CHOICES else _generate
-    with open(out / SAMPLES, "a", encoding="utf-8") as file:
-        for first in range(0, len(left), batch_size):
-            part = left[first : first + batch_size]
-            begun = time.perf_counter()
-            lines = answer(loaded, task, part, settings)
-            seconds = (time.perf_counter() - begun) / len(part)
-            graded = task.grade_all(part, [line["output"] for line in lines])
-            for example, line, verdict in zip(part, lines, graded, strict=True):
-                samples[example.id] = _sample(example, line, verdict, seconds)
-                file.write(json.dumps(samples[example.id]) + "\n")
-            file.flush()
-            if progress is not None:
-                progress(len(samples), len(examples), sum(s["correct"] for s in samples.values()) / len(samples))
-    results = {**head, **_summary(list(samples.values())), "prompts": [e.prompt for e in examples[:SHOWN_PROMPTS]]}
-    (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    with held(out):
+        samples = _resume(out, head)
+        left = [example for example in examples if example.id not in samples]
+        with open(out / SAMPLES, "a", encoding="utf-8") as file:
+            for made in _answers(loaded, task, left, settings, batch_size):
+                samples |= {sample["id"]: sample for sample in made}
+                file.write("".join(json.dumps(sample) + "\n" for sample in made))
+                file.flush()
+                if progress is not None:
+                    progress(len(samples), len(examples), sum(s["correct"] for s in samples.values()) / len(samples))
+        samples = {example.id: samples[example.id] for example in examples}
+        results = {**head, **_summary(list(samples.values())), "prompts": [e.prompt for e in examples[:SHOWN_PROMPTS]]}
+        write_whole(out / RESULTS, json.dumps(results, indent=2) + "\n")
     return results
+
+
+def settings_of(task: Task, settings: DecodeConfig) -> DecodeConfig:
+    """How a task is answered: its answers may be shorter than what is asked for."""
+    return replace(settings, max_new_tokens=min(settings.max_new_tokens, task.MAX_NEW_TOKENS))
+
+
+def about_model(loaded: LoadedModel) -> dict[str, Any]:
+    """What tells one model from another in a file of results."""
+    config = loaded.method
+    knobs = {name: getattr(config, name) for name in ("block_size", "feedback", "rescale", "committed_hard")}
+    dtype = str(loaded.model.embed_tokens.weight.dtype).removeprefix("torch.")
+    return {"method": config.name, "model": fingerprint(loaded), "dtype": dtype, **knobs}
+
+
+def _answers(
+    loaded: LoadedModel, task: Task, examples: Sequence[Example], settings: DecodeConfig, batch_size: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Answered and graded questions, batch by batch."""
+    answer = _choose if task.CHOICES else _generate
+    for first in range(0, len(examples), batch_size):
+        part = examples[first : first + batch_size]
+        begun = time.perf_counter()
+        lines = answer(loaded, task, part, settings)
+        seconds = (time.perf_counter() - begun) / len(part)
+        graded = task.grade_all(part, [line["output"] for line in lines])
+        yield [_sample(*one, seconds) for one in zip(part, lines, graded, strict=True)]
 
 
 def fingerprint(loaded: LoadedModel) -> str:
@@ -87,17 +110,15 @@ def _resume(out: Path, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The answers of an earlier run of the same thing; a new folder begins with what is asked."""
     path = out / SAMPLES
     if not path.is_file():
-        out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(head) + "\n")
         return {}
-    lines = path.read_text(encoding="utf-8").split("\n")
-    found = json.loads(lines[0])
-    changed = [f"{key} {found.get(key)} (now {head[key]})" for key in head if found.get(key) != head[key]]
+    found, samples = read_samples(out)
+    before, now = ({**one, **one.get("settings", {}), "settings": None} for one in (found, head))
+    changed = [f"{key} {before.get(key)} (now {now[key]})" for key in now if before.get(key) != now[key]]
     if changed:
         raise FredaError(f"{out} holds another evaluation: {', '.join(changed)}; choose another folder: --out")
-    whole = [line for line in lines[1:-1] if line]  # what stands behind the last line break was cut off
-    path.write_text("\n".join([lines[0], *whole, ""]), encoding="utf-8")
-    return {sample["id"]: sample for sample in map(json.loads, whole)}
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in (head, *samples.values())))
+    return samples
 
 
 def _generate(
@@ -105,10 +126,7 @@ def _generate(
 ) -> list[dict[str, Any]]:
     """Continue the prompts, up to the task's stop strings."""
     tokenizer, method = loaded.tokenizer, METHODS[loaded.method.name]
-    limit = {"max_new_tokens": min(settings.max_new_tokens, task.MAX_NEW_TOKENS)}
-    asked = [
-        Request(**{**asdict(settings), **limit, "prompt": tokenizer.encode(example.prompt)}) for example in examples
-    ]
+    asked = [Request(**asdict(settings), prompt=tokenizer.encode(example.prompt)) for example in examples]
 
     def stopped(tokens: Sequence[int]) -> bool:
         text = tokenizer.decode(tokens[-LOOK_BACK:])

@@ -18,6 +18,7 @@ from freda.eval.tables import (
     Score,
     Sweep,
     envelope,
+    papers_panels,
     pareto_panels,
     pareto_scores,
 )
@@ -48,6 +49,8 @@ LEGEND_ENTRY = 1.45
 
 def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:
     """Draw a part of the sweep as PNG and SVG; nothing where there is nothing to draw."""
+    if part != "main" and not sweep.panels():
+        return []  # a likelihood knows no passes, thresholds or candidates
     with _style() as plt:
         figure = DRAWINGS[part](plt, sweep)
         if figure is None:
@@ -164,7 +167,7 @@ def passes_figure(plt: Any, sweep: Sweep) -> Any:
             if passes != min(best):
                 text = f"{accuracy - best[min(best)]:+.1f}"
                 axis.annotate(text, (passes, accuracy), (0, 6), **_above())
-        if panel == OVERALL:
+        if panel == OVERALL and panel in papers_panels(sweep):
             axis.plot(*zip(*published.PASSES.items(), strict=True), "--x", color=GREY, label="paper (4B)")
         _mark_early_stop(axis, sweep)
         axis.set_xlabel("passes per block")
@@ -259,7 +262,7 @@ def tau_figure(plt: Any, sweep: Sweep) -> Any:
                 _level(axis, sweep, system, panel)
             elif known:
                 _band(axis, [tau for tau, _ in known], [score for _, score in known], **_look(sweep, system))
-        if panel in published.PANELS and len(panels) > 1:
+        if panel in papers_panels(sweep):
             place = published.PANELS.index(panel)
             curve = [(tau, values[place]) for tau, values in published.TAU.items()]
             axis.plot(*zip(*curve, strict=True), "--x", color=GREY, label="paper (4B)")

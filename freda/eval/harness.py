@@ -27,7 +27,8 @@ from freda.config import DecodeConfig
 from freda.decode.generate import Output, Request, generate
 from freda.errors import FredaError, missing_package, require
 from freda.eval.code import cut_completion
-from freda.eval.evaluate import LOOK_BACK, RESULTS, SAMPLES, fingerprint
+from freda.eval.evaluate import LOOK_BACK, about_model, settings_of
+from freda.eval.folder import RESULTS, read_samples, write_whole
 from freda.eval.harness_tasks import HARNESS_TASKS
 from freda.eval.likelihood import Pair, log_likelihood
 from freda.eval.sandbox import isolation
@@ -177,6 +178,8 @@ def run_task(
     """
     require(batch_size >= 1, f"batch_size is {batch_size}; use 1 or more")
     version, begun = check_installed(), time.perf_counter()
+    if examples is not None:
+        settings = settings_of(TASKS[name], settings)
     lm = make_lm(loaded, settings, batch_size, progress)
     if examples is not None and HARNESS_TASKS[name].metric.endswith(",sandbox"):
         isolation()  # says what the kernel does not grant, before lm_eval is made silent
@@ -189,8 +192,7 @@ def run_task(
         "task": name,
         "lm_eval": version,
         "version": __version__,
-        "method": loaded.method.name,
-        "model": fingerprint(loaded),
+        **about_model(loaded),
         "settings": {"by": "likelihood"} if by_choice else {**asdict(settings), "by": "generation"},
         "metrics": _metrics(name, found),
         "nfe": forwards / len(lm.outputs) if forwards else None,  # of likelihoods lm_eval's requests are not counted
@@ -201,7 +203,7 @@ def run_task(
     if examples is not None:
         results |= _beside_ours(name, examples, _samples(name, found), results, place)
     place.mkdir(parents=True, exist_ok=True)
-    (place / HARNESS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_whole(place / HARNESS, json.dumps(results, indent=2) + "\n")
     return results
 
 
@@ -324,11 +326,10 @@ def _compared(
     if not (place / RESULTS).is_file():
         return None
     ours = json.loads((place / RESULTS).read_text(encoding="utf-8"))
-    other = [key for key in ("model", "settings", "n", "checksum") if ours[key] != results[key]]
+    other = [key for key in ("model", "dtype", "settings", "n", "checksum") if ours.get(key) != results[key]]
     if other:
         return {"other": other}
-    lines = (place / SAMPLES).read_text(encoding="utf-8").splitlines()[1:]
-    answers = {answer["id"]: answer for answer in map(json.loads, lines)}
+    answers = read_samples(place)[1]
     pairs = [(answers[example.id], sample) for example, sample in zip(examples, samples, strict=True)]
     return {
         "accuracy": ours["accuracy"],

@@ -13,6 +13,7 @@ MAIN = {
 
 # Tables alpha_ablation and bon_width_ablation: mathematics, coding, overall.
 PANELS = ("mathematics", "coding", "overall")
+PANEL_TASKS = {"mathematics": {"gsm8k", "math500"}, "coding": {"humaneval", "humaneval_plus"}}
 SELF_REFINE = (67.77, 59.76, 63.76)
 TAU = {0.1: (68.58, 61.59, 65.08), 0.3: (68.58, 61.28, 64.93), 1.0: (68.62, 60.07, 64.34)}
 WIDTH = {

@@ -22,8 +22,8 @@ import torch
 from freda import __version__
 from freda.config import SweepConfig, SweepFile, SystemConfig
 from freda.errors import FredaError, require
-from freda.eval.compare import read_verdicts
-from freda.eval.evaluate import evaluate, fingerprint
+from freda.eval.evaluate import about_model, evaluate, fingerprint
+from freda.eval.folder import read_samples, write_whole
 from freda.eval.stability import stability
 from freda.eval.tasks import load_examples, tasks_named
 from freda.eval.tasks.task import Example, Task, checksum
@@ -128,7 +128,7 @@ def run_sweep(
         "seconds": round(time.perf_counter() - begun, 1),
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_whole(out / FILE, json.dumps(content, indent=1) + "\n")
     return content
 
 
@@ -157,8 +157,8 @@ def _measure(subject: Subject, sweep: SweepConfig, note: Note) -> Iterator[Point
             folder = subject.place / task.NAME / setting.folder
             decoding = system.decoding(sweep.max_new_tokens, **setting._asdict())
             found = evaluate(loaded, task, examples, folder, settings=decoding, batch_size=sweep.batch_size)
-            verdicts = read_verdicts(folder)[1]
-            right = "".join("1" if verdicts[example.id] else "0" for example in examples)
+            samples = read_samples(folder)[1]
+            right = "".join("1" if samples[example.id]["correct"] else "0" for example in examples)
             numbers = {key: found[key] for key in ("n", "accuracy", "standard_error", "nfe", "tpf", "seconds")}
             note(
                 f"{subject.name} {subject.number} {task.NAME} {done}/{len(chosen)}: {setting.folder} "
@@ -249,13 +249,16 @@ def _stability(subject: Subject, sweep: SweepConfig, note: Note) -> Iterator[dic
         if task.CHOICES:
             continue
         part = examples[: sweep.stability_examples]
-        head = {"model": fingerprint(loaded), "checksum": checksum(part), "passes": passes}
+        head = {**about_model(loaded), "checksum": checksum(part), "passes": passes, "version": __version__}
         path = subject.place / task.NAME / "stability.json"
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        try:
+            found = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):  # not there, or damaged: measured again
+            found = {}
         if {key: found.get(key) for key in head} != head:
             texts = [(example.prompt, example.prompt + task.reference(example)) for example in part]
             found = {**head, "rows": stability(loaded, texts, passes)}
-            path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+            write_whole(path, json.dumps(found) + "\n")
             note(f"{subject.name} {subject.number} {task.NAME}: stability over {len(part)} published answers")
         yield {"system": subject.name, "model": subject.number, "task": task.NAME, "rows": found["rows"]}
 
@@ -267,6 +270,8 @@ def read_sweep(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format"]
         require(version == FORMAT_VERSION, f"{path} has format {version}; this version reads {FORMAT_VERSION}")
+        missing = [name for name in ("config", "systems", "tasks", "checksums", "stability") if name not in content]
+        require(not missing, f"{path} has no {', '.join(missing)}; make it again with freda sweep")
         content["points"] = [Point(**point | {"setting": Setting(**point["setting"])}) for point in content["points"]]
     except FileNotFoundError:
         raise FredaError(f"there is no {path}; make it with freda sweep CONFIG --out FOLDER") from None

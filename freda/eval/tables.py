@@ -2,7 +2,7 @@
 
 A score of several tasks is the mean over the tasks of a kind, overall the mean over the kinds, as the paper has it.
 Several models of a system are seeds: the score is their mean, its error the standard error over them; with one model it
-is that of the questions asked.
+is that of the questions asked, where two tasks that ask the same questions are no two independent samples.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from freda.methods import METHODS
 from freda.sections import build
 
 OVERALL = "overall"
+SAME_QUESTIONS = {"humaneval", "humaneval_plus"}  # one set of questions, two sets of tests
 Cell = str | int | float | None
 
 
@@ -58,6 +59,7 @@ class Sweep:
         self.methods = {name: METHODS[about["method"]] for name, about in content["systems"].items()}
         self.block_size = {name: int(about["block_size"]) for name, about in content["systems"].items()}
         self.baseline = next((name for name, system in self.systems.items() if system.baseline), None)
+        self.checksums: dict[str, str] = content.get("checksums", {})
         self.by_place = {(p.system, p.model, p.task, p.setting): p for p in self.points}
 
     def panels(self) -> dict[str, list[str]]:
@@ -99,25 +101,40 @@ class Sweep:
             points = [point for point in found if point is not None]
             if len(points) < len(tasks):
                 return None
-            error = math.sqrt(sum(point.standard_error**2 for point in points)) / len(points)
+            error = math.sqrt(sum(covariance(one, other) for one in points for other in points)) / len(points)
             share, tpf = (statistics.fmean(getattr(p, name) for p in points) for name in ("accuracy", "tpf"))
             means.append(Score(100 * share, 100 * error, tpf))
         accuracy, _, tpf = (statistics.fmean(values) for values in zip(*means, strict=True))
         return Score(accuracy, math.sqrt(sum(mean.error**2 for mean in means)) / len(means), tpf)
 
     def paired(self, system: str, task: str) -> Compared | None:
-        """The system against the baseline, question by question and seed by seed, with the main settings."""
+        """The system against the baseline, question by question, with the main settings. Several seeds answer the same
+        questions: what is compared is the share of them that has a question right."""
         if self.baseline is None or system == self.baseline:
             return None
-        pairs: list[tuple[bool, bool]] = []
-        for model in range(min(len(self.systems[name].models) for name in (self.baseline, system))):
-            first, second = (
-                self.by_place.get((name, model, task, self.main(name))) for name in (self.baseline, system)
-            )
-            if first is None or second is None or len(first.right) != len(second.right):
-                return None
-            pairs += [(a == "1", b == "1") for a, b in zip(first.right, second.right, strict=True)]
-        return compared(pairs)
+        asked = [self.checksums.get(f"{name}/{task}") for name in (self.baseline, system)]
+        first, second = (self._shares(name, task) for name in (self.baseline, system))
+        if first is None or second is None or asked[0] != asked[1] or len(first) != len(second):
+            return None
+        return compared(list(zip(first, second, strict=True)))
+
+    def _shares(self, system: str, task: str) -> list[float] | None:
+        """The share of the system's models that has each question right; None if one of them was not measured."""
+        places = [(system, model, task, self.main(system)) for model in range(len(self.systems[system].models))]
+        if any(place not in self.by_place for place in places):
+            return None
+        answers = zip(*(self.by_place[place].right for place in places), strict=True)
+        return [statistics.fmean(map(int, seeds)) for seeds in answers]
+
+
+def covariance(one: Point, other: Point) -> float:
+    """Of the shares of right answers of one model on two tasks: none, unless they ask the same questions."""
+    if one.task == other.task:
+        return one.standard_error**2
+    if {one.task, other.task} != SAME_QUESTIONS or len(one.right) != len(other.right):
+        return 0.0
+    both = statistics.fmean(a == b == "1" for a, b in zip(one.right, other.right, strict=True))
+    return (both - one.accuracy * other.accuracy) / one.n
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
@@ -134,7 +151,8 @@ def main_table(sweep: Sweep) -> Table:
         scores = [sweep.score(system, task, setting) for task in sweep.tasks]
         known = [score.accuracy for score in scores if score is not None]
         speed = [s.tpf for s, task in zip(scores, sweep.tasks, strict=True) if s and not sweep.tasks[task]["choices"]]
-        shown: list[Cell] = [system, setting.passes, setting.threshold, *map(with_error, scores)]
+        how = (setting.passes, setting.threshold) if sweep.methods[system].DRAFTS else (None, None)
+        shown: list[Cell] = [system, *how, *map(with_error, scores)]
         shown += [mean_of(known), two_digits(statistics.fmean(speed)) if speed else None]
         if sweep.baseline:
             shown += [interval(sweep.paired(system, task)) for task in sweep.tasks]
@@ -146,7 +164,10 @@ def main_table(sweep: Sweep) -> Table:
             known = [cell for cell in cells if cell is not None]
             padding = [None] * (len(header) - 4 - len(cells))
             rows.append((f"paper: {name}", None, None, *cells, mean_of(known), *padding))
-    note = "Percent of right answers ± standard error; differences paired by question with 95% intervals, in points."
+    note = (
+        "Percent of right answers ± standard error, over the models of a system that has several, else over the "
+        "questions; differences in points, paired by question, with 95% intervals over the questions."
+    )
     return Table("Main results", tuple(header), rows, note)
 
 
@@ -161,7 +182,7 @@ def passes_table(sweep: Sweep) -> Table:
                     stop = "off" if setting.threshold >= NEVER else f"{setting.threshold:g}"
                     cells = (two_digits(score.accuracy), two_digits(score.error), two_digits(score.tpf))
                     rows.append((panel, system, setting.passes, stop, *cells))
-    if OVERALL in sweep.panels():
+    if OVERALL in papers_panels(sweep):
         rows += [(OVERALL, "paper", passes, None, value, None, None) for passes, value in published.PASSES.items()]
     header = ("panel", "system", "passes", "early stop", "accuracy", "standard error", "tokens per forward")
     note = "The paper gives overall accuracy with one refinement step and after five, in words."
@@ -196,8 +217,11 @@ def speed_up_table(sweep: Sweep) -> Table:
             for panel in panels
         ]
         known = [ratio for ratio in ratios if ratio is not None]
-        mean = two_digits(statistics.fmean(known)) if len(known) == len(ratios) else None
+        mean = two_digits(statistics.fmean(known)) if ratios and len(known) == len(ratios) else None
         rows.append((system, *(two_digits(ratio) for ratio in ratios), mean))
+    if sweep.baseline is None:
+        note = "No system of the sweep is marked as the baseline."
+        return Table("Speed-up at matched accuracy", ("system", *panels, "mean"), [], note)
     low, high = published.SPEED_UP
     rows.append(("paper: average over diffusion baselines", *[None] * len(panels), f"{low} to {high}"))
     note = (
@@ -217,8 +241,9 @@ def stability_table(sweep: Sweep) -> Table:
             rows.append((found["system"], found["model"], found["task"], row["pass"], *shares, *turned))
     header = ("system", "model", "task", "pass", "right", "changed", "mended", "spoiled", "clean draft kept")
     note = (
-        "Percent of the tokens of published answers, each block over its true prefix, no early stop. Answers: "
-        "generated ones that this number of passes gets right and one pass less does not, and the other way round."
+        "Percent of the tokens of published answers, each block over its true prefix, no early stop, one candidate. "
+        "Answers: generated ones that this number of passes gets right and one pass less does not, and the other way "
+        "round, decoded as in the part on passes, early stop included."
     )
     return Table("Stability", (*header, "answers mended", "answers spoiled"), rows, note)
 
@@ -256,15 +281,22 @@ TABLES = {
 }
 
 
-def _panel_headings(sweep: Sweep) -> list[str]:
+def papers_panels(sweep: Sweep) -> list[str]:
+    """The panels whose tasks are those of the paper's: others must not stand beside its numbers."""
     panels = sweep.panels()
-    return [*panels, *(f"paper: {panel}" for panel in panels if panel in published.PANELS)]
+    kinds = {panel: set(tasks) for panel, tasks in panels.items() if panel != OVERALL}
+    alike = [panel for panel, tasks in kinds.items() if tasks == published.PANEL_TASKS.get(panel)]
+    return [*alike, OVERALL] if kinds == published.PANEL_TASKS else alike
+
+
+def _panel_headings(sweep: Sweep) -> list[str]:
+    return [*sweep.panels(), *(f"paper: {panel}" for panel in papers_panels(sweep))]
 
 
 def _beside_paper(sweep: Sweep, system: str, setting: Setting, paper: Sequence[float] | None) -> list[Cell]:
     panels = sweep.panels()
     ours = [with_error(sweep.score(system, panel, setting)) for panel in panels]
-    places = [published.PANELS.index(panel) for panel in panels if panel in published.PANELS]
+    places = [published.PANELS.index(panel) for panel in papers_panels(sweep)]
     return [*ours, *(None if paper is None else paper[place] for place in places)]
 
 

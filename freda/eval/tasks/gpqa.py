@@ -54,6 +54,9 @@ def load(folder: Path) -> list[Example]:
     missing = next((column for column in COLUMNS if column not in rows[0]), None)
     if missing is not None:
         raise FredaError(f"{path} has no column {missing!r}; it has {', '.join(rows[0])}")
+    empty = next((number for number, row in enumerate(rows, start=1) if not all(row[name] for name in COLUMNS)), 0)
+    if empty:
+        raise FredaError(f"{path}: question {empty} is not a question and four answers; get the file again")
     asked = [_asked(row, number) for number, row in enumerate(rows)]
     head = "The following are multiple choice questions (with answers) about science.\n\n"
     head += "".join(f"{text} {letter}\n\n" for text, letter in asked[:SHOTS])

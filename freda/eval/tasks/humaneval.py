@@ -12,7 +12,7 @@ from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows
 
 NAME = "humaneval"
 KIND: Kind = "coding"
-CHECKSUM = "6efad16b3d4c5a25"
+CHECKSUM = "1f089a3df8fcb544"
 ROWS = 164
 SHOTS = 0
 STOPS = HUMANEVAL_STOPS

@@ -29,7 +29,7 @@ __all__ = [
 
 NAME = "humaneval_plus"
 KIND: Kind = "coding"
-CHECKSUM = "efbe56253d1d09fb"
+CHECKSUM = "cfd6bda12614db7f"
 
 
 def load(folder: Path) -> list[Example]:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from freda.errors import FredaError
@@ -29,6 +30,7 @@ CHOICES: tuple[str, ...] = ()
 FINAL = re.compile(r"final answer is:?\s*(.+?)(?:\.\s*I hope|\.?\s*$)", re.IGNORECASE | re.DOTALL)
 SECONDS = 10  # for one answer; 1,000 comparisons of published answers take 2 s
 LONGEST = 2_000  # characters of an answer that is looked at
+Check = Callable[[str, str], bool]
 
 
 def load(folder: Path) -> list[Example]:
@@ -60,29 +62,36 @@ def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]
 
 def _graded(gold: str, answer: str, right: bool | None) -> Graded:
     reason = "right" if right else f"{answer[:60]} is not {gold[:60]}"
-    return Graded(bool(right), reason if right is not None else f"the grader gave up after {SECONDS} s", answer)
+    gave_up = f"the grader failed, or gave up after {SECONDS} s"
+    return Graded(bool(right), reason if right is not None else gave_up, answer)
 
 
-def in_workers(check: Callable[[str, str], bool], pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-    """What `check` says of every pair, in processes that are killed when one takes too long: None."""
+def in_workers(check: Check, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
+    """What `check` says of every pair, in processes that are killed when one takes too long; None where it took too
+    long, failed or ended its process."""
     found: dict[int, bool | None] = {}
+    workers = os.cpu_count() or 1
     while waiting := [index for index in range(len(pairs)) if index not in found]:
-        verdicts = _verdicts(check, [pairs[index] for index in waiting])
+        verdicts = _verdicts(check, [pairs[index] for index in waiting], min(workers, len(waiting)))
         found |= {waiting[number]: verdict for number, verdict in verdicts.items()}
+        workers = 1  # what is left, after a process that hung or died, one by one
     return [found[index] for index in range(len(pairs))]
 
 
-def _verdicts(check: Callable[[str, str], bool], pairs: Sequence[tuple[str, str]]) -> dict[int, bool | None]:
-    """Verdicts by number: all, or, when an answer makes its process hang, None for it and what is done so far."""
+def _verdicts(check: Check, pairs: Sequence[tuple[str, str]], workers: int) -> dict[int, bool | None]:
+    """Verdicts by number: all; or what is done when an answer makes its process hang, None for it, or die."""
     found: dict[int, bool | None] = {}
-    workers = min(os.cpu_count() or 1, len(pairs))
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for ready in [pool.submit(check, "1", "1") for _ in range(workers)]:
+        for ready in [pool.submit(_told, check, "1", "1") for _ in range(workers)]:
             ready.result()  # a process that is still starting, on a busy machine, must not use up an answer's time
-        futures = [pool.submit(check, *pair) for pair in pairs]
+        futures = [pool.submit(_told, check, *pair) for pair in pairs]
         for number, future in enumerate(futures):
             try:
                 found[number] = future.result(timeout=SECONDS)
+            except BrokenProcessPool:
+                if workers == 1:  # among several, it is not known which answer it was
+                    found[number] = None
+                break
             except TimeoutError:
                 found[number] = None
                 done = (later for later in range(number + 1, len(futures)) if futures[later].done())
@@ -91,6 +100,16 @@ def _verdicts(check: Callable[[str, str], bool], pairs: Sequence[tuple[str, str]
                     process.kill()
                 break
     return found
+
+
+def _told(check: Check, gold: str, answer: str) -> bool | None:
+    """The verdict, or None if the check fails: no answer may end a run."""
+    try:
+        return check(gold, answer)
+    except FredaError:
+        raise
+    except Exception:
+        return None
 
 
 def answer_of(text: str) -> str:

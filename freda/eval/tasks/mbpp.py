@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from freda.errors import FredaError
 from freda.eval.code import mbpp_program
 from freda.eval.tasks.humaneval import executed
 from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows
 
 NAME = "mbpp"
 KIND: Kind = "coding"
-CHECKSUM = "644756ed1b818db1"
+CHECKSUM = "2fef9268a8822aa8"
 ROWS = 974
 SHOTS = 3
 STOPS = ("[DONE]", "\nYou are")
@@ -32,6 +33,9 @@ def load(folder: Path) -> list[Example]:
     rows = json_rows(path, ("task_id", "text", "code", "test_list", "test_setup_code"))
     check_rows(path, rows, ROWS)
     by_id = {row["task_id"]: row for row in rows}
+    missing = [number for number in EXEMPLARS if number not in by_id]
+    if missing:
+        raise FredaError(f"{path} has no row with task_id {missing[0]}, a worked example; get the whole file")
     head = "".join(f"{_asked(by_id[number])}{by_id[number]['code']}\n[DONE]\n\n" for number in EXEMPLARS)
     chosen = [by_id[number] for number in QUESTIONS if number in by_id]
     return [Example(f"mbpp/{row['task_id']}", head + _asked(row), row["code"], row) for row in chosen]

@@ -20,7 +20,8 @@ SUBJECTS = 57
 SHOTS = 5
 STOPS: tuple[str, ...] = ()
 MAX_NEW_TOKENS = 1
-CHOICES = (" A", " B", " C", " D")
+LETTERS = ("A", "B", "C", "D")
+CHOICES = tuple(f" {letter}" for letter in LETTERS)
 
 
 def load(folder: Path) -> list[Example]:
@@ -70,6 +71,6 @@ def _questions(path: Path) -> list[list[str]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FredaError(f"cannot read {path} ({error}); get the file again") from None
     for number, row in enumerate(rows, start=1):
-        if len(row) != 6 or row[5] not in "ABCD":
+        if len(row) != 6 or row[5] not in LETTERS:
             raise FredaError(f"{path}: question {number} is not a question, four options and a letter; get it again")
     return rows

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from freda.data.files import File, open_file, told_if_cut_short
 from freda.errors import FredaError
 
+TESTS = ("entry_point", "test", "base_input", "plus_input", "atol", "test_setup_code", "test_list")  # run on answers
 Kind = Literal["mathematics", "coding", "knowledge"]
 
 
@@ -71,7 +72,9 @@ def json_rows(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
                 row = json.loads(line)
             except ValueError as error:
                 raise FredaError(f"{path}:{number} is not JSON ({error}); get the file again") from None
-            missing = next((field for field in fields if field not in row), None)
+            if not isinstance(row, dict):
+                raise FredaError(f"{path}:{number} is no row of fields ({line[:40]!r}); get the file again")
+            missing = next((field for field in fields if row.get(field) is None), None)
             if missing is not None:
                 raise FredaError(f"{path}:{number} has no field {missing}; it has {', '.join(row)}")
             rows.append(row)
@@ -104,8 +107,9 @@ def check_published(task: Task, examples: Sequence[Example]) -> None:
 
 
 def checksum(examples: Sequence[Example]) -> str:
-    """SHA-256 of all prompts and answers, in order: equal checksums ask the same."""
+    """SHA-256 of all prompts, answers and tests, in order: equal checksums ask the same and grade it alike."""
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(json.dumps([example.id, example.prompt, example.gold]).encode())
+        tests = [example.row[name] for name in TESTS if name in example.row]
+        digest.update(json.dumps([example.id, example.prompt, example.gold, *tests]).encode())
     return digest.hexdigest()

@@ -1,0 +1,62 @@
+"""The folder of one evaluation: `samples.jsonl`, what is asked and then a line for each answer, and `results.json`.
+
+A process may be killed at any moment: files get their names when they are whole, and a line that was cut off or
+damaged is left out, so that its question is asked again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from freda.errors import FredaError
+
+SAMPLES, RESULTS = "samples.jsonl", "results.json"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Makes the folder and keeps a second process from writing into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FredaError(f"another process evaluates into {folder}; wait for it, or choose another --out") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is either as it was or whole."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def read_samples(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What was asked, and the answers by their ids; damaged lines are left out."""
+    path = folder / SAMPLES
+    if not path.is_file():
+        raise FredaError(f"{folder} holds no {SAMPLES}; name a folder that freda eval made, one task's")
+    first, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    head = _line(first)
+    if head is None or "checksum" not in head:
+        raise FredaError(f"{path} does not begin with what was asked ({first[:40]!r}); delete it, or choose another")
+    samples = [sample for sample in map(_line, lines[:-1]) if sample is not None and {"id", "correct"} <= sample.keys()]
+    return head, {sample["id"]: sample for sample in samples}
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,213 @@
+"""What an evaluation leaves behind: its numbers, a folder that survives being killed or damaged, paired differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from freda.cli import run
+from freda.config import CorpusConfig, DecodeConfig, MethodConfig, ModelConfig
+from freda.data.shards import Manifest
+from freda.data.synthetic import problems
+from freda.data.tokenizer import train_tokenizer
+from freda.errors import FredaError
+from freda.eval.compare import compare
+from freda.eval.evaluate import evaluate
+from freda.eval.folder import held, read_samples
+from freda.eval.tasks import TASKS, gpqa, humaneval, math500, mbpp, mmlu, sums
+from freda.eval.tasks.task import Example, Graded, checksum, json_rows
+from freda.model.transformer import Transformer
+from freda.model.weights import LoadedModel
+
+SHORT = DecodeConfig(max_new_tokens=9, passes=2, threshold=0.3)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    tokenizer = train_tokenizer([p.document for p in problems("train", 50, steps=1, max_number=30, seed=0)], 300)
+    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
+    network = Transformer(shape, tokenizer.blank_id)
+    network.init_weights(3)
+    with torch.no_grad():
+        network.embed_tokens.weight.mul_(20)
+    return LoadedModel(network, tokenizer, MethodConfig(name="self-refine"), "test")
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> list[Example]:
+    Manifest({"corpus": {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=1))}}, 8, 0, 0, "", {}).write(tmp_path)
+    return sums.load(tmp_path)[:5]
+
+
+def test_the_numbers_of_results_are_those_of_the_samples(
+    loaded: LoadedModel, asked: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = iter([True, False, False, True, False])
+    monkeypatch.setattr(sums, "grade_all", lambda some, texts: [Graded(next(verdicts), "so", "") for _ in some])
+    monkeypatch.setattr(sums, "MAX_NEW_TOKENS", 7)
+    found = evaluate(loaded, sums, asked, tmp_path / "out", settings=SHORT, batch_size=2)
+    _, samples = read_samples(tmp_path / "out")
+    assert list(samples) == [example.id for example in asked]
+    lines: list[dict[str, Any]] = list(samples.values())
+    forwards, tokens = sum(line["nfe"] for line in lines), sum(line["tokens"] for line in lines)
+    assert (found["accuracy"], found["correct"]) == (0.4, 2)
+    assert found["standard_error"] == pytest.approx(math.sqrt(0.4 * 0.6 / 5))
+    assert found["nfe"] == forwards / 5 and found["tpf"] == tokens / forwards
+    assert found["seconds"] == pytest.approx(sum(line["seconds"] for line in lines), abs=0.01) and found["seconds"] > 0
+    assert all(line["drafts"] == line["nfe"] >= 1 for line in lines) and found["version"]
+    assert found["settings"]["max_new_tokens"] == 7 >= max(line["tokens"] for line in lines), "what was done"
+    assert (found["dtype"], found["block_size"]) == ("float32", 4)
+
+
+def test_damaged_lines_are_asked_again_and_a_damaged_head_is_refused(
+    loaded: LoadedModel, asked: list[Example], tmp_path: Path
+) -> None:
+    whole = evaluate(loaded, sums, asked, tmp_path / "out", settings=SHORT)
+    path = tmp_path / "out" / "samples.jsonl"
+    lines = path.read_text().split("\n")
+    path.write_text("\n".join([*lines[:2], lines[2][:30], "", "[1]", *lines[4:5], lines[5][:20]]))
+    told: list[int] = []
+    again = evaluate(
+        loaded, sums, asked, tmp_path / "out", settings=SHORT, progress=lambda done, total, share: told.append(done)
+    )
+    assert told == [5] and {**again, "seconds": 0} == {**whole, "seconds": 0}
+    assert len(path.read_text().splitlines()) == 6, "nothing damaged is left"
+    for first in ("", '{"task": "su', "[]", "{}"):
+        path.write_text(first)
+        with pytest.raises(FredaError, match="does not begin with what was asked"):
+            evaluate(loaded, sums, asked, tmp_path / "out", settings=SHORT)
+
+
+def test_another_model_dtype_setting_or_version_is_refused(
+    loaded: LoadedModel, asked: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    evaluate(loaded, sums, asked, out, settings=SHORT)
+    other = Transformer(loaded.model.config, loaded.tokenizer.blank_id)
+    other.load_state_dict(loaded.model.state_dict())
+    with torch.no_grad():
+        list(other.parameters())[-1].add_(0.01)
+    for changed, settings, message in (
+        (loaded._replace(model=other), SHORT, "model .* \\(now"),
+        (loaded._replace(method=dataclasses.replace(loaded.method, rescale=True)), SHORT, "rescale False"),
+        (loaded, dataclasses.replace(SHORT, threshold=0.5), r"threshold 0.3 \(now 0.5\);"),
+    ):
+        with pytest.raises(FredaError, match=f"holds another evaluation: {message}"):
+            evaluate(changed, sums, asked, out, settings=settings)
+    monkeypatch.setattr("freda.eval.evaluate.__version__", "9")
+    with pytest.raises(FredaError, match=r"version .* \(now 9\)"):
+        evaluate(loaded, sums, asked, out, settings=SHORT)
+
+
+def test_two_evaluations_cannot_share_a_folder(loaded: LoadedModel, asked: list[Example], tmp_path: Path) -> None:
+    with held(tmp_path / "out"), pytest.raises(FredaError, match="another process evaluates into"):
+        evaluate(loaded, sums, asked, tmp_path / "out", settings=SHORT)
+    assert evaluate(loaded, sums, asked, tmp_path / "out", settings=SHORT)["n"] == 5
+
+
+# -- rows that are none ----------------------------------------------------------------------------------------------
+
+
+def test_rows_without_their_fields_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, message in (("5\n", "x.jsonl:1 is no row of fields"), ('{"a": null}\n', "x.jsonl:1 has no field a")):
+        (tmp_path / "x.jsonl").write_text(text)
+        with pytest.raises(FredaError, match=message):
+            json_rows(tmp_path / "x.jsonl", ("a",))
+    for name in ("mmlu/test", "mmlu/dev", "gpqa", "mbpp"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(mmlu, "SUBJECTS", 1)
+    (tmp_path / "mmlu" / "dev" / "x_dev.csv").write_text("q,1,2,3,4,A\n")
+    for letter in ("", "AB", "E"):
+        (tmp_path / "mmlu" / "test" / "x_test.csv").write_text(f"q,1,2,3,4,{letter}\n")
+        with pytest.raises(FredaError, match="question 1 is not a question, four options and a letter"):
+            mmlu.load(tmp_path)
+    monkeypatch.setattr(gpqa, "ROWS", 2)
+    (tmp_path / "gpqa" / "gpqa_diamond.csv").write_text(",".join(gpqa.COLUMNS) + "\nq,1,2,3,4\nq,1,2\n")
+    with pytest.raises(FredaError, match="question 2 is not a question and four answers"):
+        gpqa.load(tmp_path)
+    monkeypatch.setattr(mbpp, "ROWS", 1)
+    row = {"task_id": 2, "text": "x", "code": "x", "test_list": [], "test_setup_code": ""}
+    (tmp_path / "mbpp" / "mbpp.jsonl").write_text(json.dumps(row))
+    with pytest.raises(FredaError, match="has no row with task_id 3"):
+        mbpp.load(tmp_path)
+
+
+def test_a_check_of_nothing_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["eval", "--self-check", "--data", str(tmp_path)]) == 2
+    assert "has the files of no task" in capsys.readouterr().err
+
+
+def test_other_tests_have_another_checksum() -> None:
+    row = {"test": "assert f(1) == 2", "entry_point": "f", "note": "x"}
+    one, same, other = (
+        checksum([Example("a", "p", "g", {**row, **changed})]) for changed in ({}, {"note": "y"}, {"test": "pass"})
+    )
+    assert one == same != other and humaneval.CHECKSUM
+
+
+def test_the_settings_of_the_benchmarks_are_the_papers_and_change_with_intent_only() -> None:
+    found = {name: (task.SHOTS, task.ROWS, task.MAX_NEW_TOKENS, task.STOPS) for name, task in TASKS.items()}
+    code = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+    assert found == {
+        "mmlu": (5, 14042, 1, ()),
+        "gpqa_diamond": (5, 198, 1, ()),
+        "gsm8k": (4, 1319, 512, ("Q:", "\n\n")),
+        "math500": (4, 500, 1024, ("Problem:", "I hope it is correct.")),
+        "humaneval": (0, 164, 1024, code),
+        "humaneval_plus": (0, 164, 1024, code),
+        "mbpp": (3, 974, 512, ("[DONE]", "\nYou are")),
+        "sums": (0, 2000, 256, ()),
+    }
+    assert {name for name, task in TASKS.items() if not task.CHECKSUM} == {"gpqa_diamond", "sums"}
+
+
+def test_math_verify_is_asked_in_its_order_and_the_first_final_answer_counts() -> None:
+    pytest.importorskip("math_verify")
+    assert math500.same("1<x<2", "(1,2)") and not math500.same("(1,2)", "1<x<2")
+    text = "The final answer is $2$. I hope it is correct. The final answer is $3$. I hope it is correct."
+    assert math500.answer_of(text) == "$2$"
+
+
+# -- two of them -----------------------------------------------------------------------------------------------------
+
+
+def write_answers(folder: Path, right: list[bool], checksum_: str = "abc") -> Path:
+    folder.mkdir()
+    head = {"task": "gsm8k", "checksum": checksum_, "n": len(right)}
+    lines = [head, *({"id": str(n), "correct": ok} for n, ok in enumerate(right))]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_answers(tmp_path / "a", [True] * 50 + [False] * 30 + [True] * 5 + [False] * 15)
+    two = write_answers(tmp_path / "b", [True] * 50 + [False] * 30 + [False] * 5 + [True] * 15)
+    found = compare(one, two)
+    assert (found.n, found.accuracy, found.only) == (100, (0.55, 0.65), (5, 15))
+    half = 0.5**0.5  # half a question more for each of the four outcomes: as two of these
+    differences = torch.tensor([0.0] * 80 + [-1.0] * 5 + [1.0] * 15 + [-half, half])
+    middle, error = float(differences.mean()), float(differences.std(correction=0)) / 102**0.5
+    assert found.difference == pytest.approx(0.10)
+    assert (found.low, found.high) == pytest.approx((middle - 1.96 * error, middle + 1.96 * error), abs=1e-6)
+    assert run(["eval", "--compare", str(one), str(two)]) == 0
+    assert "A 55.00, B 65.00: B is +10.00 points (+1.21 to +18.40 at 95%" in capsys.readouterr().out
+    same = compare(one, one)
+    assert (same.difference, same.low) == (0, -same.high) and 0.01 < same.high < 0.03, "equal, but not for certain"
+    unfinished = write_answers(tmp_path / "d", [True] * 99)
+    lines = (unfinished / "samples.jsonl").read_text().splitlines()
+    (unfinished / "samples.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:9]]))
+    with pytest.raises(FredaError, match="d has 98 of 99"):
+        compare(unfinished, unfinished)
+    for other, message in (
+        (write_answers(tmp_path / "c", [True] * 100, "xyz"), "were not asked the same: checksum abc and xyz"),
+        (unfinished, "d has 98 of 99 answers; let it finish"),
+        (tmp_path / "nowhere", "holds no samples.jsonl"),
+    ):
+        with pytest.raises(FredaError, match=message):
+            compare(one, other)
