@@ -258,7 +258,7 @@ def models(data: Path) -> dict[str, LoadedModel]:
     texts = ["Answer: A", "Answer: B", "Answer: C", "Answer: D"] * 50 + [e.prompt for e in gsm8k.load(data)]
     tokenizer = train_tokenizer(texts, 330)
     shape = ModelConfig(
-        vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48, max_positions=64
+        vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48, max_positions=2048
     )
     network = Transformer(shape, tokenizer.blank_id)
     generator = torch.Generator().manual_seed(0)
@@ -313,8 +313,11 @@ def test_a_text_is_cut_where_its_tokens_are(models: dict[str, LoadedModel]) -> N
 
 
 @pytest.mark.parametrize("method", ["self-refine", "autoregressive"])
-def test_whole_texts_are_scored_once(method: str, models: dict[str, LoadedModel]) -> None:
+def test_whole_texts_are_scored_once(
+    method: str, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = models[method]
+    monkeypatch.setattr(loaded.model, "config", dataclasses.replace(loaded.model.config, max_positions=64))
     lm, encode = make_lm(loaded, SHORT, 2), loaded.tokenizer.encode
     before = [] if method == "self-refine" else [loaded.tokenizer.eos_id]
     short, long = encode("What is 3?"), encode("What is 3? " * 30)

@@ -18,7 +18,7 @@ from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
 from freda.eval.compare import compare
-from freda.eval.evaluate import evaluate
+from freda.eval.evaluate import evaluate, fingerprint
 from freda.eval.folder import held, read_samples
 from freda.eval.tasks import TASKS, gpqa, humaneval, math500, mbpp, mmlu, sums
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows
@@ -211,3 +211,46 @@ def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsy
     ):
         with pytest.raises(FredaError, match=message):
             compare(one, other)
+
+
+def test_questions_that_do_not_fit_are_wrong_and_the_others_go_on(tmp_path: Path) -> None:
+    """A model of 64 positions: one prompt is longer than that, one leaves room for a few tokens only."""
+    tokenizer = train_tokenizer(["one two three four"] * 50, 300)
+    shape = ModelConfig(
+        vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48, max_positions=64
+    )
+    network = Transformer(shape, tokenizer.blank_id)
+    network.init_weights(0)
+    loaded = LoadedModel(network, tokenizer, MethodConfig(), "test")
+    prompts = ["one two", "#" * 60, "#" * 80, "two three"]
+    examples = [Example(f"sums/{n}", prompt, "7", {"solution": ""}) for n, prompt in enumerate(prompts)]
+    settings = DecodeConfig(max_new_tokens=20, passes=2, threshold=2.0)
+    found = evaluate(loaded, TASKS["sums"], examples, tmp_path / "out", settings=settings, batch_size=2)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()[1:]]
+    assert found["n"] == 4 and found["finish"]["error"] == 1
+    assert lines[2]["finish"] == "error" and not lines[2]["correct"]
+    assert "the model is made for 64" in lines[2]["reason"]
+    room = 64 - len(tokenizer.encode(prompts[1]))
+    assert 0 < lines[1]["tokens"] <= room < 20 and lines[3]["finish"] in ("stop", "length")
+    assert found["device"] == "CPU" and isinstance(found["commit"], str)
+
+
+def test_fingerprints_see_signs_and_places() -> None:
+    tokenizer = train_tokenizer(["one two three four"] * 50, 300)
+    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
+    network = Transformer(shape, tokenizer.blank_id)
+    network.init_weights(0)
+    loaded = LoadedModel(network, tokenizer, MethodConfig(), "test")
+    seen = [fingerprint(loaded)]
+    weight = network.layers[0].mlp.up_proj.weight
+    assert seen[0] == fingerprint(loaded)
+    with torch.no_grad():
+        weight.neg_()
+        seen.append(fingerprint(loaded))
+        weight.copy_(weight.flip(0))
+        seen.append(fingerprint(loaded))
+        weight[0, 0] += 1e-6
+        seen.append(fingerprint(loaded))
+    network.bfloat16()
+    seen.append(fingerprint(loaded))
+    assert len(set(seen)) == 5

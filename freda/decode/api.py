@@ -16,7 +16,8 @@ from typing import Any, overload
 
 from freda.config import DecodeConfig
 from freda.decode.batch import Output, Pass, Request
-from freda.decode.engine import Engine, EngineConfig, Event, cut_at_stop
+from freda.decode.engine import Engine, EngineConfig, Event
+from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, require
 from freda.model.transformer import pick_device
 from freda.model.weights import DTYPES, LoadedModel, load_model

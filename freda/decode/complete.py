@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from freda.config import DecodeConfig
-from freda.decode.engine import Engine, EngineConfig, cut_at_stop
+from freda.decode.engine import Engine, EngineConfig
 from freda.decode.generate import Output, Request, generate
 from freda.decode.show import LiveDrafts
+from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, note, require
 from freda.methods import METHODS
 from freda.model.transformer import pick_device

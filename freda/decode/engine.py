@@ -46,11 +46,6 @@ class Event(NamedTuple):
     error: str = ""
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string in it, or all of it."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
-
-
 class _Running:
     """A request that has been admitted, or waits."""
 

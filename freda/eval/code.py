@@ -6,7 +6,7 @@ Rows are the published ones, as JSON gives them. Nothing here runs a program; `f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
@@ -68,8 +68,3 @@ def mbpp_program(row: Mapping[str, Any], completion: str) -> tuple[str, str]:
     come after the program. Before it, as in other harnesses, these two references fail their own tests.
     """
     return completion, "\n".join([row["test_setup_code"], *row["test_list"], ""])
-
-
-def cut_completion(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string in it, or all of it."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]

@@ -7,9 +7,11 @@ stands in both: numbers under one name are numbers of one thing. The score does 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +19,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from freda import __version__
 from freda.config import DecodeConfig
-from freda.decode.generate import Output, Request, generate
+from freda.decode.batch import Request
+from freda.decode.engine import Engine, EngineConfig
+from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, require
-from freda.eval.code import cut_completion
 from freda.eval.folder import RESULTS, SAMPLES, held, read_samples, write_whole
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.tasks.task import Example, Graded, Task, checksum
@@ -29,7 +35,8 @@ from freda.methods import METHODS
 from freda.model.weights import LoadedModel
 
 SHOWN_PROMPTS = 3
-LOOK_BACK = 48  # tokens at the end of a text that are searched for stop strings; none is longer
+PAGE = 16  # tokens
+BITS_AT_ONCE = 1 << 24
 Progress = Callable[[int, int, float], None]  # answers done, answers in all, share of right ones so far
 
 
@@ -67,7 +74,8 @@ def evaluate(
                 if progress is not None:
                     progress(len(samples), len(examples), sum(s["correct"] for s in samples.values()) / len(samples))
         samples = {example.id: samples[example.id] for example in examples}
-        results = {**head, **_summary(list(samples.values())), "prompts": [e.prompt for e in examples[:SHOWN_PROMPTS]]}
+        shown = {"prompts": [example.prompt for example in examples[:SHOWN_PROMPTS]]}
+        results = {**head, **made_by(loaded), **_summary(list(samples.values())), **shown}
         write_whole(out / RESULTS, json.dumps(results, indent=2) + "\n")
     return results
 
@@ -75,6 +83,12 @@ def evaluate(
 def settings_of(task: Task, settings: DecodeConfig) -> DecodeConfig:
     """How a task is answered: its answers may be shorter than what is asked for."""
     return replace(settings, max_new_tokens=min(settings.max_new_tokens, task.MAX_NEW_TOKENS))
+
+
+def fitted(loaded: LoadedModel, settings: DecodeConfig, prompt: Sequence[int]) -> DecodeConfig:
+    """Settings with no more new tokens than the model has positions for behind the prompt."""
+    room = loaded.model.config.max_positions - len(prompt)
+    return replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, room)))
 
 
 def about_model(loaded: LoadedModel) -> dict[str, Any]:
@@ -85,25 +99,59 @@ def about_model(loaded: LoadedModel) -> dict[str, Any]:
     return {"method": config.name, "model": fingerprint(loaded), "dtype": dtype, **knobs}
 
 
+def made_by(loaded: LoadedModel) -> dict[str, Any]:
+    """What also stands in the results, but does not keep a run from going on: the commit of a checkout, the device."""
+    device = loaded.model.embed_tokens.weight.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"commit": _commit(), "device": name}
+
+
+@functools.cache
+def _commit() -> str:
+    """The commit of the checkout that this file belongs to; empty for an installed package."""
+    folder = Path(__file__).parent
+    asked = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        tracked = subprocess.run(
+            ["git", "-C", str(folder), "ls-files", "--error-unmatch", __file__], capture_output=True
+        )
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip() if tracked.returncode == 0 and found.returncode == 0 else ""
+
+
 def _answers(
     loaded: LoadedModel, task: Task, examples: Sequence[Example], settings: DecodeConfig, batch_size: int
 ) -> Iterator[list[dict[str, Any]]]:
     """Answered and graded questions, batch by batch."""
-    answer = _choose if task.CHOICES else _generate
+    engine = None if task.CHOICES or not examples else _make_engine(loaded, examples, settings, batch_size)
     for first in range(0, len(examples), batch_size):
         part = examples[first : first + batch_size]
         begun = time.perf_counter()
-        lines = answer(loaded, task, part, settings)
+        lines = _choose(loaded, task, part) if engine is None else _generate(engine, task, part, settings)
         seconds = (time.perf_counter() - begun) / len(part)
         graded = task.grade_all(part, [line["output"] for line in lines])
+        for place, line in enumerate(lines):
+            if line["finish"] == "error":
+                graded[place] = Graded(False, line["error"], "")
         yield [_sample(*one, seconds) for one in zip(part, lines, graded, strict=True)]
 
 
 def fingerprint(loaded: LoadedModel) -> str:
-    """Tells models apart: the size of every weight, rounded so that threads and devices agree on it."""
-    weights = sorted(loaded.model.state_dict().items())
-    sums = [(name, f"{float(weight.double().abs().sum()):.9g}") for name, weight in weights]
+    """Tells models apart: a sum over the bits of every weight, each times its place, which is exact on every device."""
+    sums = [(name, _bit_sum(weight)) for name, weight in sorted(loaded.model.state_dict().items())]
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
+
+
+def _bit_sum(weight: Tensor) -> int:
+    """Σ bits · (2 · place + 1), modulo 2⁶⁴."""
+    bits = weight.contiguous().view(torch.int16 if weight.element_size() == 2 else torch.int32).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), BITS_AT_ONCE):
+        part = bits[first : first + BITS_AT_ONCE].long()
+        total += (part * (2 * torch.arange(first, first + len(part), device=bits.device) + 1)).sum()
+    return int(total)
 
 
 def _resume(out: Path, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -121,40 +169,48 @@ def _resume(out: Path, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return samples
 
 
-def _generate(
-    loaded: LoadedModel, task: Task, examples: Sequence[Example], settings: DecodeConfig
-) -> list[dict[str, Any]]:
-    """Continue the prompts, up to the task's stop strings."""
-    tokenizer, method = loaded.tokenizer, METHODS[loaded.method.name]
-    asked = [Request(**asdict(settings), prompt=tokenizer.encode(example.prompt)) for example in examples]
-
-    def stopped(tokens: Sequence[int]) -> bool:
-        text = tokenizer.decode(tokens[-LOOK_BACK:])
-        return any(stop in text for stop in task.STOPS)
-
-    made: list[Output] = generate(
-        loaded.model,
-        method,
-        loaded.method,
-        asked,
-        stop_ids=tokenizer.stop_ids,
-        stopped=stopped if task.STOPS else None,
-    )
-    return [
-        {
-            "output": cut_completion(tokenizer.decode(output.tokens), task.STOPS),
-            "tokens": len(output.tokens),
-            "nfe": output.nfe,
-            "drafts": output.nfe if method.DRAFTS else 0,  # committing goes with the next block's first draft
-            "finish": output.finish,
-        }
-        for output in made
-    ]
+def _make_engine(loaded: LoadedModel, examples: Sequence[Example], settings: DecodeConfig, batch_size: int) -> Engine:
+    """An engine with pages for the longest questions side by side; exemplars that all share are stored once more."""
+    page = math.lcm(PAGE, loaded.method.block_size)
+    longest = max(len(loaded.tokenizer.encode(example.prompt)) for example in examples)
+    longest = min(longest + settings.max_new_tokens, loaded.model.config.max_positions) + loaded.method.block_size
+    pages = (min(batch_size, len(examples)) + 1) * -(-longest // page)
+    return Engine(loaded, EngineConfig(max_batch=batch_size, page_size=page, pages=pages, queue=batch_size))
 
 
-def _choose(
-    loaded: LoadedModel, task: Task, examples: Sequence[Example], settings: DecodeConfig
-) -> list[dict[str, Any]]:
+def _generate(engine: Engine, task: Task, examples: Sequence[Example], settings: DecodeConfig) -> list[dict[str, Any]]:
+    """Continue the prompts, up to the task's stop strings. What cannot be asked is an answer with an error."""
+    tokenizer, drafts = engine.loaded.tokenizer, METHODS[engine.loaded.method.name].DRAFTS
+    lines: list[dict[str, Any]] = []
+    numbers: list[int | None] = []
+    for example in examples:
+        nothing = {"output": "", "tokens": 0, "nfe": 0, "drafts": 0, "finish": "error", "error": ""}
+        try:
+            prompt = tokenizer.encode(example.prompt)
+            request = Request(**asdict(fitted(engine.loaded, settings, prompt)), prompt=prompt)
+            numbers.append(engine.submit(request, stop=task.STOPS))
+        except FredaError as error:
+            numbers.append(None)
+            nothing["error"] = str(error)
+        lines.append(nothing)
+    errors: dict[int, str] = {}
+    while engine.busy:
+        errors |= {event.request: event.error for event in engine.step() if event.error}
+    for line, number in zip(lines, numbers, strict=True):
+        if number is not None:
+            output = engine.outputs.pop(number)
+            line |= {
+                "output": cut_at_stop(tokenizer.decode(output.tokens), task.STOPS),
+                "tokens": len(output.tokens),
+                "nfe": output.nfe,
+                "drafts": output.nfe if drafts else 0,  # committing goes with the next block's first draft
+                "finish": output.finish,
+                "error": errors.get(number, ""),
+            }
+    return lines
+
+
+def _choose(loaded: LoadedModel, task: Task, examples: Sequence[Example]) -> list[dict[str, Any]]:
     """The most likely of the task's one-token answers, from one forward."""
     tokenizer = loaded.tokenizer
     contexts = [tokenizer.encode(example.prompt) for example in examples]
@@ -200,7 +256,7 @@ def _summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "also": {rule: sum(sample["also"][rule] for sample in samples) / n for rule in samples[0]["also"]},
         "groups": _by_group(samples),
         "nfe": nfe / n,
-        "tpf": sum(sample["tokens"] for sample in samples) / nfe,
+        "tpf": sum(sample["tokens"] for sample in samples) / max(1, nfe),
         "seconds": round(sum(sample["seconds"] for sample in samples), 2),
         "finish": dict(Counter(sample["finish"] for sample in samples)),
     }

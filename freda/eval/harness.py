@@ -18,16 +18,17 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from freda import __version__
 from freda.config import DecodeConfig
+from freda.decode.engine import LOOK_BACK
 from freda.decode.generate import Output, Request, generate
+from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, missing_package, require
-from freda.eval.code import cut_completion
-from freda.eval.evaluate import LOOK_BACK, about_model, settings_of
+from freda.eval.evaluate import about_model, fitted, settings_of
 from freda.eval.folder import RESULTS, read_samples, write_whole
 from freda.eval.harness_tasks import HARNESS_TASKS
 from freda.eval.likelihood import Pair, log_likelihood
@@ -117,14 +118,15 @@ class Answerer:
         if odd:
             raise FredaError(f"the task generates with {odd} = {wanted[odd]!r}, which freda has not; leave it out")
         temperature = wanted.get("temperature", 0.0)
+        prompt = self.loaded.tokenizer.encode(context)
+        length = replace(self.settings, max_new_tokens=min(self.settings.max_new_tokens, wanted["max_gen_toks"]))
         settings = {
-            **asdict(self.settings),
-            "max_new_tokens": min(self.settings.max_new_tokens, wanted["max_gen_toks"]),
+            **asdict(fitted(self.loaded, length, prompt)),
             "temperature": temperature,
             "top_p": wanted.get("top_p", 1.0),
             "seed": self.settings.seed + (number if temperature else 0),  # repeats are to differ
         }
-        return Request(**settings, prompt=self.loaded.tokenizer.encode(context)), tuple(filter(None, wanted["until"]))
+        return Request(**settings, prompt=prompt), tuple(filter(None, wanted["until"]))
 
     def _texts(self, batch: Sequence[Request], stops: Sequence[str]) -> list[str]:
         tokenizer, longest = self.loaded.tokenizer, max((len(stop.encode()) for stop in stops), default=0)
@@ -138,7 +140,7 @@ class Answerer:
             self.loaded.model, self.method, self.loaded.method, batch, stop_ids=tokenizer.stop_ids, stopped=stopped
         )
         self.outputs += made
-        return [cut_completion(tokenizer.decode(output.tokens), stops) for output in made]
+        return [cut_at_stop(tokenizer.decode(output.tokens), stops) for output in made]
 
 
 def make_lm(loaded: LoadedModel, settings: DecodeConfig, batch_size: int, progress: Progress | None = None) -> Any:

@@ -23,7 +23,30 @@ from freda.sections import build
 
 OVERALL = "overall"
 SAME_QUESTIONS = {"humaneval", "humaneval_plus"}  # one set of questions, two sets of tests
-Cell = str | int | float | None
+
+
+class WithError(NamedTuple):
+    """A number and its standard error; two columns of a CSV file."""
+
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ± {self.error:.2f}"
+
+
+class Interval(NamedTuple):
+    """A difference and its 95% interval; three columns of a CSV file."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
+
+
+Cell = str | int | float | WithError | Interval | None
 
 
 class Table(NamedTuple):
@@ -349,14 +372,14 @@ def flips(sweep: Sweep, system: str, model: int, task: str, passes: int) -> tupl
 
 def with_error(score: Score | None) -> Cell:
     """A score as `97.20 ± 0.74`."""
-    return None if score is None else f"{score.accuracy:.2f} ± {score.error:.2f}"
+    return None if score is None else WithError(round(score.accuracy, 2), round(score.error, 2))
 
 
 def interval(found: Compared | None) -> Cell:
     """A difference as `+2.00 (+0.61 to +3.39)`."""
     if found is None:
         return None
-    return f"{100 * found.difference:+.2f} ({100 * found.low:+.2f} to {100 * found.high:+.2f})"
+    return Interval(*(round(100 * value, 2) for value in (found.difference, found.low, found.high)))
 
 
 def two_digits(value: float | None) -> Cell:
@@ -370,12 +393,23 @@ def mean_of(values: Sequence[float]) -> Cell:
 
 
 def as_csv(table: Table) -> str:
-    """The rows as CSV."""
+    """The rows as CSV, one number in a column."""
+    kinds = [next((type(c) for c in column if isinstance(c, tuple)), None) for column in zip(*table.rows, strict=True)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.header)
-    writer.writerows(table.rows)
+    names = zip(table.header, kinds or [None] * len(table.header), strict=True)
+    writer.writerow([heading for name, kind in names for heading in (name, *(f"{name}{more}" for more in MORE[kind]))])
+    for row in table.rows:
+        cells = zip(row, kinds, strict=True)
+        writer.writerow([value for cell, kind in cells for value in _numbers(cell, len(MORE[kind]))])
     return text.getvalue()
+
+
+MORE: dict[type | None, tuple[str, ...]] = {None: (), WithError: (" ±",), Interval: (" low", " high")}
+
+
+def _numbers(cell: Cell, more: int) -> list[Cell]:
+    return list(cell) if isinstance(cell, tuple) else [cell, *[None] * more]
 
 
 def as_markdown(table: Table) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from freda.eval.code import HUMANEVAL_STOPS, cut_completion, humaneval_program
+from freda.decode.stops import cut_at_stop
+from freda.eval.code import HUMANEVAL_STOPS, humaneval_program
 from freda.eval.sandbox import run_many
 from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows
 
@@ -40,7 +41,7 @@ def executed(
     stops: Sequence[str] = STOPS,
 ) -> list[Graded]:
     """Run completions, cut at their first stop, in the sandbox."""
-    cut = [cut_completion(text, stops) for text in texts]
+    cut = [cut_at_stop(text, stops) for text in texts]
     verdicts = run_many([program_of(example.row, text) for example, text in zip(examples, cut, strict=True)])
     return [Graded(verdict.passed, verdict.reason, text) for verdict, text in zip(verdicts, cut, strict=True)]
 
