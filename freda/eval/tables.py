@@ -208,7 +208,10 @@ def passes_table(sweep: Sweep) -> Table:
     if OVERALL in papers_panels(sweep):
         rows += [(OVERALL, "paper", passes, None, value, None, None) for passes, value in published.PASSES.items()]
     header = ("panel", "system", "passes", "early stop", "accuracy", "standard error", "tokens per forward")
-    note = "The paper gives overall accuracy with one refinement step and after five, in words."
+    note = (
+        "The paper gives overall accuracy at one refinement step and after five, in words. It does not say whether its "
+        "first step is our first pass or our second: the numbers stand at passes 1 and 5."
+    )
     return Table("Accuracy against passes", header, rows, note)
 
 

@@ -8,6 +8,7 @@ LaTeX can make it hang all the same: every answer is graded in a worker process 
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import multiprocessing
 import os
 import re
@@ -138,6 +139,7 @@ def same(gold: str, answer: str) -> bool:
     except ImportError:
         raise FredaError("MATH-500 needs the package math-verify; pip install 'freda[eval]'") from None
     bare = answer if re.fullmatch(r"\$.+\$", answer, re.DOTALL) else f"${answer}$"  # a gold of \$5 begins with no $
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of what follows
     # Its own time limits would call a right answer wrong on a busy machine; ours kills the process, and says so.
     first, second = parse(f"${gold}$", parsing_timeout=None), parse(bare, parsing_timeout=None)
     return bool(first and second and verify(first, second, timeout_seconds=None))
