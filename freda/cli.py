@@ -267,7 +267,7 @@ def evaluate_(
     ] = None,
 ) -> None:
     """Answer a benchmark's questions and grade them; stopped, it goes on with the next question."""
-    from freda.eval.command import ask_by_harness, check_graders, compare_folders, download_tasks, evaluate_tasks
+    from freda.eval.command import Asked, ask_by_harness, check_graders, compare_folders, download_tasks, evaluate_tasks
 
     if compare is not None:
         compare_folders(*compare)
@@ -282,9 +282,10 @@ def evaluate_(
         return
     if model is None or not task:
         raise FredaError("name a model and a --task, or check the graders with --self-check")
-    settings = {"passes": passes, "threshold": threshold, "width": width, "tau": tau, "max_new_tokens": max_new_tokens}
-    how: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "device": device, "dtype": dtype}
-    (ask_by_harness if harness else evaluate_tasks)(model, task, data, out, settings, unpublished=unpublished, **how)
+    settings = DecodeConfig(passes=passes, threshold=threshold, width=width, tau=tau, max_new_tokens=max_new_tokens)
+    what: dict[str, Any] = {"tasks": task, "data": data, "limit": limit, "unpublished": unpublished, "out": out}
+    how: dict[str, Any] = {"settings": settings, "batch_size": batch_size, "device": device, "dtype": dtype}
+    (ask_by_harness if harness else evaluate_tasks)(Asked(model=model, **what, **how))
 
 
 @app.command(

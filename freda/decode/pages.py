@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from freda.errors import FredaError, require
-from freda.model.masks import Tokens, clean_tokens
+from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
 
 
@@ -156,6 +156,4 @@ class PagedCache:
 
     def tokens(self, block_size: int) -> Tokens:
         """The mask vectors of what `past` returns, each (R, K)."""
-        position = torch.arange(int(self.lengths.max()), device=self.lengths.device).expand(len(self.lengths), -1)
-        document = torch.where(position < self.lengths[:, None], 0, -1)
-        return clean_tokens(document, position, block_size)
+        return stored_tokens(self.lengths, block_size)

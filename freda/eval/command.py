@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from freda.eval.selfcheck import self_check
 from freda.eval.sweep import read_sweep, run_sweep
 from freda.eval.tables import TABLES, Sweep, as_csv, as_markdown
 from freda.eval.tasks import TASKS, load_examples, tasks_named
+from freda.eval.tasks.task import Example
 from freda.model.transformer import pick_device
-from freda.model.weights import DTYPES, load_model, resolve_model_folder
+from freda.model.weights import DTYPES, LoadedModel, load_model, resolve_model_folder
 
 PUBLISHED = {True: " as published", False: ", not the published questions", None: ""}
 
@@ -59,31 +61,46 @@ def compare_folders(first: Path, second: Path) -> None:
     print(compared_line(compare(first, second)))
 
 
-def evaluate_tasks(
-    path: Path,
-    names: Sequence[str],
-    data: Path,
-    out: Path | None,
-    settings: dict[str, Any],
-    *,
-    limit: int,
-    unpublished: bool,
-    batch_size: int,
-    device: str,
-    dtype: str,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What `freda eval MODEL` was asked for."""
+
+    model: Path
+    tasks: Sequence[str]
+    data: Path
+    out: Path | None
+    settings: DecodeConfig
+    limit: int
+    unpublished: bool
+    batch_size: int
+    device: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        require(self.limit >= 0, f"limit is {self.limit}; use 0 (all) or more")
+        require(self.dtype in DTYPES, f"there is no dtype {self.dtype!r}; use one of {', '.join(DTYPES)}")
+
+    def place(self, task: str) -> Path:
+        """The folder of a task's results."""
+        return (self.out or resolve_model_folder(self.model) / "eval") / task
+
+    def examples(self, task: str) -> list[Example]:
+        """The questions of a task of ours."""
+        return load_examples(TASKS[task], self.data, self.limit, unpublished=self.unpublished)
+
+    def load(self) -> LoadedModel:
+        """The model, once the questions have been found."""
+        return load_model(self.model, pick_device(self.device), DTYPES[self.dtype])
+
+
+def evaluate_tasks(asked: Asked) -> None:
     """Evaluate the model on every task; a line on stdout for each."""
-    require(limit >= 0, f"limit is {limit}; use 0 (all) or more")
-    require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
-    decoding, tasks = DecodeConfig(**settings), tasks_named(names)
-    folder = out or resolve_model_folder(path) / "eval"
-    asked = [(task, load_examples(task, data, limit, unpublished=unpublished)) for task in tasks]
-    loaded = load_model(path, pick_device(device), DTYPES[dtype])
-    for task, examples in asked:
-        place = folder / task.NAME
-        found = evaluate(
-            loaded, task, examples, place, settings=decoding, batch_size=batch_size, progress=_progress(task.NAME)
-        )
+    questions = [(task, asked.examples(task.NAME)) for task in tasks_named(asked.tasks)]
+    loaded = asked.load()
+    for task, examples in questions:
+        place, show = asked.place(task.NAME), _progress(task.NAME)
+        how = {"settings": asked.settings, "batch_size": asked.batch_size, "progress": show}
+        found = evaluate(loaded, task, examples, place, **how)
         also = "".join(f", {rule} {100 * share:.2f}" for rule, share in found["also"].items())
         print(
             f"{task.NAME}: {100 * found['accuracy']:.2f} ± {100 * found['standard_error']:.2f} "
@@ -91,36 +108,19 @@ def evaluate_tasks(
         )
 
 
-def ask_by_harness(
-    path: Path,
-    names: Sequence[str],
-    data: Path,
-    out: Path | None,
-    settings: dict[str, Any],
-    *,
-    limit: int,
-    unpublished: bool,
-    batch_size: int,
-    device: str,
-    dtype: str,
-) -> None:
+def ask_by_harness(asked: Asked) -> None:
     """Let lm-evaluation-harness ask the tasks, ours or its own; a line on stdout for each."""
     from freda.eval.harness import check_installed, harness_line, run_task
 
     check_installed()
-    require(limit >= 0, f"limit is {limit}; use 0 (all) or more")
-    require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
-    decoding = DecodeConfig(**settings)
-    folder = out or resolve_model_folder(path) / "eval"
-    asked = {
-        name: load_examples(TASKS[name], data, limit, unpublished=unpublished) if name in TASKS else None
-        for name in names
-    }
-    loaded = load_model(path, pick_device(device), DTYPES[dtype])
-    for name, examples in asked.items():
-        place, counts = folder / name, {"batch_size": batch_size, "limit": limit}
+    questions = {name: asked.examples(name) if name in TASKS else None for name in asked.tasks}
+    loaded = asked.load()
+    for name, examples in questions.items():
+        place, counts = asked.place(name), {"batch_size": asked.batch_size, "limit": asked.limit}
         show = _progress(f"{name} by lm_eval")
-        found = run_task(loaded, name, examples, place, data=data, settings=decoding, **counts, progress=show)
+        found = run_task(
+            loaded, name, examples, place, data=asked.data, settings=asked.settings, **counts, progress=show
+        )
         print(f"{harness_line(found)}; {place}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from freda.errors import missing_package
 from freda.eval import published
-from freda.eval.sweep import NEVER
+from freda.eval.sweep import NEVER, Setting
 from freda.eval.tables import (
     OVERALL,
     Score,
@@ -247,57 +247,67 @@ def stability_figure(plt: Any, sweep: Sweep) -> Any:
 
 def tau_figure(plt: Any, sweep: Sweep) -> Any:
     """Table alpha_ablation as curves, the paper's in grey."""
-    scoring = [system for system in sweep.systems if sweep.methods[system].SCORES]
-    if not scoring:
-        return None
-    panels = list(sweep.panels())
-    figure, axes = _panels(plt, [panel.capitalize() for panel in panels])
-    for axis, panel in zip(axes, panels, strict=True):
+
+    def curves(axis: Any, panel: str) -> None:
         for system in sweep.systems:
-            if not sweep.methods[system].REFINES:
-                continue
-            found = [(s.tau, sweep.score(system, panel, s)) for s in sweep.settings("tau", system)]
-            known = [(tau, score) for tau, score in found if score is not None]
-            if system not in scoring:
+            if sweep.methods[system].SCORES:
+                _curve(
+                    axis,
+                    sweep,
+                    (system, panel),
+                    [(s.tau, s) for s in sweep.settings("tau", system)],
+                    **_look(sweep, system),
+                )
+            elif sweep.methods[system].REFINES:
                 _level(axis, sweep, system, panel)
-            elif known:
-                _band(axis, [tau for tau, _ in known], [score for _, score in known], **_look(sweep, system))
         if panel in papers_panels(sweep):
             place = published.PANELS.index(panel)
-            curve = [(tau, values[place]) for tau, values in published.TAU.items()]
-            axis.plot(*zip(*curve, strict=True), "--x", color=GREY, label="paper (4B)")
+            points = [(tau, values[place]) for tau, values in published.TAU.items()]
+            axis.plot(*zip(*points, strict=True), "--x", color=GREY, label="paper (4B)")
         axis.set_xscale("symlog", linthresh=0.1)
-        axis.set_xlabel("weight of the scorer, τ")
-        axis.margins(y=0.15)
-    axes[0].set_ylabel("right answers (%)")
-    _percent(axes)
-    _legend(figure, axes)
-    return figure
+
+    return _ablation(plt, sweep, "weight of the scorer, τ", curves)
 
 
 def width_figure(plt: Any, sweep: Sweep) -> Any:
     """Table bon_width_ablation as curves: one for each number of passes."""
-    scoring = [system for system in sweep.systems if sweep.methods[system].SCORES]
-    if not scoring:
+
+    def curves(axis: Any, panel: str) -> None:
+        for system in (name for name in sweep.systems if sweep.methods[name].SCORES):
+            settings = sweep.settings("width", system)
+            for number, passes in enumerate(dict.fromkeys(setting.passes for setting in settings)):
+                look = _look(sweep, system) | {"label": f"{system}, {passes} passes", "marker": MARKERS[number]}
+                look["linestyle"] = ("-", "--", ":", "-.")[number % 4]
+                _curve(axis, sweep, (system, panel), [(s.width, s) for s in settings if s.passes == passes], **look)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+
+    return _ablation(plt, sweep, "candidates, N", curves)
+
+
+def _ablation(plt: Any, sweep: Sweep, label: str, curves: Callable[[Any, str], None]) -> Any:
+    """A panel for each kind of task, where there is a system with a scorer."""
+    if not any(sweep.methods[system].SCORES for system in sweep.systems) or not sweep.panels():
         return None
     panels = list(sweep.panels())
     figure, axes = _panels(plt, [panel.capitalize() for panel in panels])
     for axis, panel in zip(axes, panels, strict=True):
-        for system in scoring:
-            settings = sweep.settings("width", system)
-            for number, passes in enumerate(dict.fromkeys(setting.passes for setting in settings)):
-                found = [(s.width, sweep.score(system, panel, s)) for s in settings if s.passes == passes]
-                known = [(width, score) for width, score in found if score is not None]
-                look = _look(sweep, system) | {"label": f"{system}, {passes} passes", "marker": MARKERS[number]}
-                look["linestyle"] = ("-", "--", ":", "-.")[number % 4]
-                _band(axis, [width for width, _ in known], [score for _, score in known], **look)
-        axis.set_xlabel("candidates, N")
+        curves(axis, panel)
+        axis.set_xlabel(label)
         axis.margins(y=0.15)
-        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("right answers (%)")
     _percent(axes)
     _legend(figure, axes)
     return figure
+
+
+def _curve(
+    axis: Any, sweep: Sweep, where: tuple[str, str], points: Sequence[tuple[float, Setting]], **look: Any
+) -> None:
+    """The scores of a system in a panel over a number of its settings."""
+    found = [(x, sweep.score(*where, setting)) for x, setting in points]
+    known = [(x, score) for x, score in found if score is not None]
+    if known:
+        _band(axis, [x for x, _ in known], [score for _, score in known], **look)
 
 
 def _above(colour: str = "black") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from freda.model.masks import Tokens, clean_tokens
+from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
 
 
@@ -42,9 +42,7 @@ class Cache:
 
     def tokens(self, block_size: int) -> Tokens:
         """The mask vectors of what `past` returns, each (R, K)."""
-        position = torch.arange(int(self.lengths.max()), device=self.lengths.device).expand(len(self.lengths), -1)
-        document = torch.where(position < self.lengths[:, None], 0, -1)
-        return clean_tokens(document, position, block_size)
+        return stored_tokens(self.lengths, block_size)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all texts but `rows`."""

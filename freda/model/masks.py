@@ -41,6 +41,12 @@ def clean_tokens(document: Tensor, position: Tensor, block_size: int) -> Tokens:
     return Tokens(zero + CLEAN, document.int(), block, zero)
 
 
+def stored_tokens(lengths: Tensor, block_size: int) -> Tokens:
+    """Vectors of committed text of R requests, each as long as its entry of `lengths`, up to the longest: (R, K)."""
+    position = torch.arange(int(lengths.max()), device=lengths.device).expand(len(lengths), -1)
+    return clean_tokens(torch.where(position < lengths[:, None], 0, -1), position, block_size)
+
+
 def draft_tokens(document: Tensor, position: Tensor, block_size: int, candidate: Tensor | None = None) -> Tokens:
     """Vectors of a draft; `candidate` (R, T) tells packed drafts of one block apart."""
     block = (position // block_size).int()
