@@ -219,10 +219,18 @@ def convert(
     target: Annotated[Path, typer.Argument(help="Model folder to write.")],
     block_size: Annotated[int, typer.Option(help="Block size stored with the model.")] = 4,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the source's by default.")] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="Of a model folder of ours: a copy with int8 matrices.")] = False,
 ) -> None:
     """Make a model folder of an autoregressive checkpoint, BLANK token added."""
     from freda.model.convert import convert as convert_checkpoint
+    from freda.model.quantize import quantize_model
 
+    if int8:
+        if dtype is not None:
+            raise FredaError("--int8 and --dtype say two things; leave one away")
+        for name, value in quantize_model(source, target).items():
+            print(f"{name}: {value}")
+        return
     for name, value in convert_checkpoint(source, target, block_size=block_size, dtype=dtype).items():
         print(f"{name}: {value}")
 

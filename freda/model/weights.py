@@ -28,6 +28,7 @@ from torch import Tensor
 from freda.config import LLAMA3_SCALING, MethodConfig, ModelConfig, from_dict
 from freda.data.tokenizer import Tokenizer, read_json, read_text
 from freda.errors import FredaError
+from freda.model.quantize import stays_packed, unpacked
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, rotary_frequencies
 
@@ -199,10 +200,12 @@ def read_safetensors(
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
-                    tensors[name] = file.get_tensor(name).to(dtype=dtype)
+                    tensor = file.get_tensor(name)
+                    tensors[name] = tensor if stays_packed(name, tensor) else tensor.to(dtype=dtype)
         except (SafetensorError, OSError) as error:
             raise FredaError(f"{path.name} is damaged or half-written ({error}); write or download it again") from None
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
+    found = unpacked(tensors, dtype)
+    return {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
 
 
 def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:

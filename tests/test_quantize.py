@@ -1,0 +1,72 @@
+"""Matrices as int8: near to what they were, a quarter of the bytes, and a model folder like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from freda.cli import run
+from freda.config import MethodConfig, ModelConfig
+from freda.data.tokenizer import train_tokenizer
+from freda.errors import FredaError
+from freda.model.quantize import SCALE, packed, unpacked
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer
+from freda.model.weights import load_model, save_model
+
+
+def test_weights_are_off_by_half_a_step_at_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(40, 64, generator=generator) * torch.logspace(-4, 2, 40)[:, None]
+    matrix[3] = 0
+    vector = torch.randn(64, generator=generator)
+    stored = packed({"w": matrix, "norm": vector})
+    assert stored["w"].dtype == torch.int8 and stored["w" + SCALE].shape == (40,) and stored["norm"] is vector
+    back = unpacked(stored, torch.float32)
+    assert back.keys() == {"w", "norm"}
+    assert ((back["w"] - matrix).abs() <= stored["w" + SCALE][:, None] * 0.5001).all()
+    assert not back["w"][3].any(), "a row of zeros stays one"
+    assert unpacked(stored, torch.bfloat16)["w"].dtype == torch.bfloat16
+    assert torch.equal(packed(back)["w"], stored["w"]), "packing again changes nothing"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = train_tokenizer(["one two three"] * 50, 300)
+    shape = ModelConfig(vocab_size=tokenizer.size, dim=64, layers=2, heads=2, kv_heads=2, head_dim=32, ffn_dim=128)
+    model = Transformer(shape, tokenizer.blank_id)
+    model.init_weights(0)
+    model.scorer = Scorer(shape)
+    model.scorer.init_weights(0, model)
+    save_model(tmp_path / "model", model, tokenizer, MethodConfig(name="best-of-n"), stage="test")
+    return tmp_path / "model"
+
+
+def test_a_model_folder_as_int8(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["convert", str(folder), str(tmp_path / "small"), "--int8"]) == 0
+    sizes = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
+    assert int(sizes["bytes_after"]) < 0.3 * int(sizes["bytes_before"])
+    whole, small = load_model(folder), load_model(tmp_path / "small")
+    assert small.method == whole.method and small.stage == whole.stage and small.model.scorer is not None
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
+    for (name, one), (_, two) in zip(whole.model.state_dict().items(), small.model.state_dict().items(), strict=True):
+        assert two.dtype == torch.float32 and (one - two).abs().max() <= one.abs().max() / 200, name
+    assert load_model(tmp_path / "small", dtype=torch.bfloat16).model.embed_tokens.weight.dtype == torch.bfloat16
+    assert run(["generate", str(tmp_path / "small"), "one two", "--max-new-tokens", "4", "--json"]) == 0
+    assert run(["convert", str(folder), str(tmp_path / "x"), "--int8", "--dtype", "float16"]) == 2
+
+
+def test_scales_that_are_missing_are_told(folder: Path, tmp_path: Path) -> None:
+    run(["convert", str(folder), str(tmp_path / "small"), "--int8"])
+    from safetensors.torch import save_file
+
+    path = tmp_path / "small" / "model.safetensors"
+    stored = load_file(path)
+    del stored["model.layers.0.mlp.up_proj.weight" + SCALE]
+    save_file(stored, path)
+    with pytest.raises(FredaError, match=r"up_proj.weight is stored as torch.int8; quantised weights are not read"):
+        load_model(tmp_path / "small")
