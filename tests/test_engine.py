@@ -130,6 +130,32 @@ def test_requests_that_begin_alike_share_pages() -> None:
     assert engine.outputs[number].tokens == alone(model, first, "autoregressive")[0]
 
 
+def test_what_many_share_is_computed_once() -> None:
+    """Five questions behind the same three pages, asked at once."""
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=80, prefill=400))
+    asked = [Request(prompt=[*range(24), n, n + 1, n + 2, n + 3], max_new_tokens=6) for n in range(5)]
+    stored: list[int] = []
+    forward = model.model.forward
+
+    def watched(x: torch.Tensor, *rest: Any) -> Any:
+        stored.append(x.shape[0] * x.shape[1])
+        return forward(x, *rest)
+
+    model.model.forward = watched  # type: ignore[method-assign]
+    numbers = [engine.submit(request) for request in asked]
+    engine.step()
+    assert len(engine.running) == 1 and stored[0] == 28, "the first alone"
+    stored.clear()
+    engine.step()
+    assert len(engine.running) == 5 and stored[0] == 4 * 4, "the others only what is theirs"
+    while engine.busy:
+        engine.step()
+    model.model.forward = forward  # type: ignore[method-assign]
+    for number, request in zip(numbers, asked, strict=True):
+        assert engine.outputs[number].tokens == alone(model, request, "self-refine")[0]
+
+
 def test_generated_text_is_remembered_too() -> None:
     model = loaded()
     engine = Engine(model, EngineConfig(max_batch=1, page_size=8, pages=300))

@@ -144,16 +144,24 @@ class Engine:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Move waiting requests in, as long as the first of them fits, and bring their prompts into the cache."""
+        """Move waiting requests in, as long as the first of them fits, and bring their prompts into the cache.
+
+        One whose beginning is being computed for another waits for the next step, where it is known: sixty questions
+        behind the same worked examples compute these once.
+        """
         new: dict[MethodName, list[_Running]] = {}
+        coming: set[bytes] = set()
         while self.waiting and len(self.running) < self.config.max_batch:
             first = self.waiting[0]
             text, size = first.text, first.size
             last = 0 if METHODS[first.name].DRAFTS else 1  # what must not be stored before the first pass
             tokens = len(text.request.prompt) + text.request.max_new_tokens + size
-            reserved = self.pages.reserve(text.clean[: len(text.clean) - last], tokens, size)
+            stored = text.clean[: len(text.clean) - last]
+            begins = self.pages.first_unknown(stored, size)
+            reserved = None if begins in coming else self.pages.reserve(stored, tokens, size)
             if reserved is None:
                 break
+            coming |= {begins} if begins else set()
             first.table, text.stored = reserved
             self.running[first.number] = self.waiting.popleft()
             new.setdefault(first.name, []).append(first)

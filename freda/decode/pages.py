@@ -46,6 +46,10 @@ class Pages:
         """Pages of a text of so many tokens."""
         return -(-tokens // self.page_size)
 
+    def first_unknown(self, text: Sequence[int], block_size: int) -> bytes | None:
+        """The hash up to the end of the first full page of a text that is not stored; None if all are."""
+        return next((key for key in _keys(text, self.page_size, block_size) if key not in self._known), None)
+
     def reserve(self, text: Sequence[int], tokens: int, block_size: int) -> tuple[list[int], int] | None:
         """Pages for `tokens` tokens of which `text` are known to be the first, and how many of these are stored there
         already; None if there are not enough pages now."""

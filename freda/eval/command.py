@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from freda.config import DecodeConfig, SweepFile
-from freda.errors import FredaError, require
+from freda.errors import FredaError, note, require
 from freda.eval.compare import compare, compared_line
 from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate
@@ -100,7 +100,11 @@ def evaluate_tasks(asked: Asked) -> None:
     for task, examples in questions:
         place, show = asked.place(task.NAME), _progress(task.NAME)
         how = {"settings": asked.settings, "batch_size": asked.batch_size, "progress": show}
-        found = evaluate(loaded, task, examples, place, **how)
+        try:
+            found = evaluate(loaded, task, examples, place, **how)
+        except KeyboardInterrupt:
+            note(f"interrupted; the answers so far are in {place}, and the same command goes on with the next question")
+            raise
         also = "".join(f", {rule} {100 * share:.2f}" for rule, share in found["also"].items())
         print(
             f"{task.NAME}: {100 * found['accuracy']:.2f} ± {100 * found['standard_error']:.2f} "
