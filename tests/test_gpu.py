@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -236,3 +238,27 @@ def test_compiled_layers_equal_eager_ones(name: str) -> None:
             norm = torch.nn.utils.get_total_norm([w.grad for w in model.parameters() if w.grad is not None])
             found[compiled] += [loss.item(), norm.item()]
     assert found[True] == pytest.approx(found[False], rel=2e-3)
+
+
+def test_a_run_on_the_gpu_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The fused optimizer keeps its count of steps on the device; a resumed run must put it there."""
+    prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
+    config = Config(
+        model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),
+        data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
+        train=TrainConfig(
+            steps=6, batch_rows=4, group_rows=4, validation_rows=4, device="cuda", log_every=1, save_every=3, keep=9
+        ),
+    )
+    loop.train(config, tmp_path / "whole")
+    (tmp_path / "cut" / "checkpoints").mkdir(parents=True)
+    for name in ("config.toml", "metrics.jsonl"):
+        shutil.copy(tmp_path / "whole" / name, tmp_path / "cut" / name)
+    shutil.copytree(tmp_path / "whole" / "checkpoints" / "step-3", tmp_path / "cut" / "checkpoints" / "step-3")
+    loop.train(loop.resume_run(tmp_path / "cut"), tmp_path / "cut", resume=True)
+    losses = []
+    for run in ("whole", "cut"):
+        lines = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+        assert all("matmul_share" in line and "memory_gb" in line for line in lines if "loss" in line)
+    assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -357,7 +357,8 @@ def restore(folder: Path, model: Transformer, optimizer: torch.optim.AdamW, rank
     wanted: dict[str, Tensor] = {}
     for name, weight in _learning(model):
         state = {moment: torch.zeros_like(weight, memory_format=torch.preserve_format) for moment in MOMENTS}
-        optimizer.state[weight] = {"step": torch.tensor(float(step)), **state}
+        place = own_part(weight).device if optimizer.defaults["fused"] else "cpu"  # the fused kernel counts there
+        optimizer.state[weight] = {"step": torch.tensor(float(step), device=place), **state}
         if own_part(weight).numel():
             wanted |= {f"{moment}.{name}": tensor for moment, tensor in state.items()}
     reader = HuggingFaceStorageReader(str(folder / OPTIMIZER))
