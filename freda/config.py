@@ -13,19 +13,18 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from freda.errors import require
-from freda.sections import build, read_tables, reference_lines, tables_as_toml, to_dict
+from freda.sections import build, knob, read_tables, reference_lines, tables_as_toml, to_dict
 
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 SWEEP_PARTS = ("main", "passes", "pareto", "stability", "tau", "width")
+FilesKind = Literal["jsonl", "parquet", "table", "text", "code", "huggingface", "datatrove"]
+MadeKind = Literal["sums", "mini_math", "mini_code", "mini_logic"]  # by generators; there are no files
+DocumentsKind = Literal[FilesKind, MadeKind]
+MADE: tuple[MadeKind, ...] = get_args(MadeKind)
 MethodName = Literal["autoregressive", "block-diffusion", "self-refine", "best-of-n"]
-
-
-def knob(default: Any, help: str) -> Any:
-    """A config field: its default and the one line that documents it."""
-    return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,26 +43,48 @@ class CorpusConfig:
     seed: int = knob(0, "seed of the generator")
 
     def __post_init__(self) -> None:
-        require(self.problems >= 1, f"corpus.problems is {self.problems}; use 1 or more")
-        require(
-            self.validation_problems >= 0,
-            f"corpus.validation_problems is {self.validation_problems}; use 0 or more",
-        )
-        require(self.steps >= 1, f"corpus.steps is {self.steps}; use 1 or more")
-        require(self.max_number >= 9, f"corpus.max_number is {self.max_number}; use 9 or more")
+        for name, least in {"problems": 1, "validation_problems": 0, "steps": 1, "max_number": 9, "align": 1}.items():
+            require(getattr(self, name) >= least, f"corpus.{name} is {getattr(self, name)}; use {least} or more")
         require(
             self.max_change == 0 or self.max_change >= 2,
             f"corpus.max_change is {self.max_change}; use 2 or more, or 0 for no limit",
         )
-        require(self.align >= 1, f"corpus.align is {self.align}; use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniConfig:
+    """`[mini]`: the mini suite, as sources of the kinds mini_math, mini_code and mini_logic; see docs/mini.md."""
+
+    documents: int = knob(4_000_000, "training documents of each kind that there are; prepare.tokens may take fewer")
+    validation_documents: int = knob(2_000, "held-out documents of each kind in the validation shards")
+    math_steps_from: int = knob(2, "fewest steps of a word problem")
+    math_steps_to: int = knob(5, "most steps of a word problem")
+    math_max_number: int = knob(300, "largest number in a word problem, results included")
+    math_distractors: float = knob(0.3, "share of word problems with a sentence that does not matter")
+    code_steps_from: int = knob(2, "fewest transformations in a function")
+    code_steps_to: int = knob(5, "most transformations in a function")
+    code_shown: float = knob(0.3, "share of functions one step of which is shown by an example instead of said")
+    logic_hops_from: int = knob(2, "fewest hops of a deduction: facts or swaps that lead to the answer")
+    logic_hops_to: int = knob(4, "most hops of a deduction")
+    seed: int = knob(0, "seed of the generators; what is a test question does not depend on it")
+
+    def __post_init__(self) -> None:
+        for name, least in (("documents", 1), ("validation_documents", 0), ("math_max_number", 50)):
+            require(getattr(self, name) >= least, f"mini.{name} is {getattr(self, name)}; use {least} or more")
+        for name, most in (("math_steps", 8), ("code_steps", 8), ("logic_hops", 6)):
+            least, last = getattr(self, f"{name}_from"), getattr(self, f"{name}_to")
+            told = f"mini.{name}_from is {least} and mini.{name}_to {last}"
+            require(1 <= least <= last <= most, f"{told}; use 1 to {most}, in this order")
+        for name in ("math_distractors", "code_shown"):
+            require(0 <= getattr(self, name) <= 1, f"mini.{name} is {getattr(self, name)}; use 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsConfig:
     """`[benchmark.NAME]`: where texts lie. Text of benchmarks is kept out of the training data."""
 
-    kind: Literal["jsonl", "parquet", "table", "text", "code", "huggingface", "datatrove", "sums"] = knob(
-        "jsonl", "how to read it; sums is the embedded generator, see [corpus]"
+    kind: DocumentsKind = knob(
+        "jsonl", "how to read it; sums (see [corpus]) and mini_* (see [mini]) are made, not read"
     )
     path: str = knob("", "file, folder or tar archive, from --data; huggingface: name; code: also stdlib, Python's own")
     files: str = knob("", "which files of a folder or an archive, for example *_train.tsv; empty takes all of the kind")
@@ -73,7 +94,7 @@ class DocumentsConfig:
     revision: str = knob("", "huggingface: commit or tag; empty takes the newest")
 
     def __post_init__(self) -> None:
-        require(bool(self.path) or self.kind == "sums", "path is empty; name a file, a folder or a dataset")
+        require(bool(self.path) or self.kind in MADE, "path is empty; name a file, a folder or a dataset")
         require(bool(self.field), "field is empty; name the field that holds the text")
 
 
@@ -370,6 +391,7 @@ class Config:
     """One run, resolved."""
 
     corpus: CorpusConfig = CorpusConfig()
+    mini: MiniConfig = MiniConfig()
     prepare: PrepareConfig = PrepareConfig()
     source: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
     benchmark: Mapping[str, DocumentsConfig] = dataclasses.field(default_factory=dict)

@@ -20,6 +20,11 @@ from freda.errors import FredaError, require
 NAMED = ("source", "benchmark", "system")  # sections of many tables, each with a name of the user's: [source.math]
 
 
+def knob(default: Any, help: str) -> Any:
+    """A config field: its default and the one line that documents it."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 def read_tables(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     """The tables of a TOML file (none without a path) with `section.key=value` overrides applied, in order."""
     values: dict[str, Any] = {}

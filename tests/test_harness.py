@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from freda.cli import run
-from freda.config import CorpusConfig, DecodeConfig, MethodConfig, ModelConfig
+from freda.config import CorpusConfig, DecodeConfig, MethodConfig, MiniConfig, ModelConfig
 from freda.data.shards import Manifest
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     counts = {"gsm8k": 16, "math500": 6, "humaneval": 3, "humaneval_plus": 3, "mbpp": 7, "gpqa_diamond": 12}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)  # runs programs for a second
-        for name, count in {**counts, "mmlu": 5, "sums": 16}.items():
+        for name, count in {**counts, "mmlu": 5, "sums": 16, "mini_math": 16, "mini_code": 3, "mini_logic": 5}.items():
             patch.setattr(TASKS[name], "ROWS", count)
             patch.setattr(TASKS[name], "CHECKSUM", "")  # these are not the published questions
         patch.setattr(TASKS["mmlu"], "SUBJECTS", 2)
@@ -53,7 +53,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         write_programs(folder)
         write_choices(folder)
         corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
-        Manifest({"corpus": corpus}, 8, 0, 0, "", {}).write(folder)
+        mini = {"generator": 1, **dataclasses.asdict(MiniConfig())}
+        Manifest({"corpus": corpus, "mini": mini}, 8, 0, 0, "", {}).write(folder)
         yield folder
 
 

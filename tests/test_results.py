@@ -163,8 +163,13 @@ def test_the_settings_of_the_benchmarks_are_the_papers_and_change_with_intent_on
         "humaneval_plus": (0, 164, 1024, code),
         "mbpp": (3, 974, 512, ("[DONE]", "\nYou are")),
         "sums": (0, 2000, 256, ()),
+        "mini_math": (0, 2000, 192, ("\nQ:",)),
+        "mini_code": (0, 2000, 192, code),
+        "mini_logic": (0, 2000, 1, ()),
     }
-    assert {name for name, task in TASKS.items() if not task.CHECKSUM} == {"gpqa_diamond", "sums"}
+    assert {name for name, task in TASKS.items() if not task.CHECKSUM} == {
+        *("gpqa_diamond", "sums", "mini_math", "mini_code", "mini_logic")
+    }
 
 
 def test_math_verify_is_asked_in_its_order_and_the_first_final_answer_counts() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from freda.cli import run
-from freda.config import CorpusConfig, DecodeConfig, MethodConfig, ModelConfig
+from freda.config import CorpusConfig, DecodeConfig, MethodConfig, MiniConfig, ModelConfig
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
@@ -87,9 +87,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         table.writerow(["Id", *gpqa.COLUMNS])
         table.writerows([[n, f"Question {n}?", f"right {n}", "wrong a", "wrong b", "wrong c"] for n in range(25)])
     corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
-    Manifest({"corpus": corpus}, 8, 0, 0, "", {}).write(tmp_path)
+    mini = {"generator": 1, **dataclasses.asdict(MiniConfig())}
+    Manifest({"corpus": corpus, "mini": mini}, 8, 0, 0, "", {}).write(tmp_path)
     for task, count in ((math500, 3), (humaneval, 1), (humaneval_plus, 1), (mbpp, 5), (gpqa, 25), (sums, 12)):
         monkeypatch.setattr(task, "ROWS", count)
+    for name in ("mini_math", "mini_code", "mini_logic"):
+        monkeypatch.setattr(TASKS[name], "ROWS", 12)
     for task in TASKS.values():
         monkeypatch.setattr(task, "CHECKSUM", "")  # these are not the published questions
     monkeypatch.setattr(gsm8k, "ROWS", 2)
@@ -282,7 +285,7 @@ def test_word_problems_are_those_that_the_shards_hold_out(data: Path) -> None:
     with pytest.raises(FredaError, match="was made by version 0 of the generator, this is 1"):
         sums.load(data)
     Manifest({"source.web": {}}, 8, 0, 0, "", {}).write(data)
-    with pytest.raises(FredaError, match="holds no word problems"):
+    with pytest.raises(FredaError, match="holds nothing made by the generator sums"):
         sums.load(data)
 
 

@@ -67,7 +67,7 @@ def _tiktoken_alone(encoder: Encoder, texts: Sequence[str]) -> None:
 
 def _texts(config: Config, root: Path, megabytes: float) -> list[str]:
     """Documents of all sources in turn, until there is enough."""
-    streams = [read(source, root, config.corpus) for source in config.source.values()]
+    streams = [read(source, root, config) for source in config.source.values()]
     texts, size = list[str](), 0
     while streams and size < megabytes * 1e6:
         for stream in list(streams):

@@ -1,4 +1,4 @@
-"""Where texts come from: files of many kinds, Hugging Face datasets, the embedded generator, all as one stream.
+"""Where texts come from: files of many kinds, Hugging Face datasets, the embedded generators, all as one stream.
 
 A source is a sequence of records, always in the same order. `read` gives one part of it: record i belongs to part
 i mod parts, or, where there are files enough, file i does. Parts are independent of each other, so that any number of
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.config import CorpusConfig, DocumentsConfig
-from freda.data import synthetic
+from freda.config import Config, DocumentsConfig, MadeKind
 from freda.data.files import File, find, open_file, told_if_cut_short
+from freda.data.generators import GENERATORS, made
 from freda.errors import FredaError
 
 LONGEST_LINE = 1 << 28  # bytes; a file without line breaks must not fill the memory
@@ -55,21 +55,21 @@ Pending = Callable[[], Record]  # a record not yet parsed: what belongs to other
 def read(
     config: DocumentsConfig,
     root: Path,
-    corpus: CorpusConfig,
+    settings: Config,
     *,
     part: int = 0,
     parts: int = 1,
     seed: int | None = None,
 ) -> Iterator[Record]:
-    """The records of one part. Relative paths start from `root`; `corpus` says what `sums` makes.
+    """The records of one part. Relative paths start from `root`; the sections of `settings` say what generators make.
 
     With a `seed` files come in a random order, so that the beginning of a folder is a sample of it. Records keep their
     order within a file.
     """
     if config.kind == "huggingface":
         return _hugging_face(config, part, parts)
-    if config.kind == "sums":
-        return itertools.islice(_sums(corpus), part, None, parts)
+    if config.kind in GENERATORS:
+        return _made(config.kind, settings, part, parts)
     files = find(config, root)
     if seed is not None and not files[0].member:  # an archive is read from front to end: going back unpacks it again
         random.Random(seed).shuffle(files)
@@ -274,13 +274,9 @@ def newest_commit(dataset: str) -> str:
         raise FredaError(f"cannot find the dataset {dataset} on the Hub ({error}); set its revision, or path") from None
 
 
-def _sums(corpus: CorpusConfig) -> Iterator[Document]:
-    """The embedded word problems, training first, then those that are held out."""
-    counts = {"train": corpus.problems, "validation": corpus.validation_problems}
-    for split, count in counts.items():
-        made = itertools.islice(synthetic.problems_of(corpus, split), count)  # type: ignore[arg-type]
-        for number, problem in enumerate(made):
-            yield Document(f"problem {number} of {split}", problem.document, split=split)
+def _made(kind: MadeKind, settings: Config, part: int, parts: int) -> Iterator[Document]:
+    for split, number, text in made(kind, settings, part, parts):
+        yield Document(f"{kind} {number} of {split}", text, split=split)
 
 
 def is_unicode(text: str) -> bool:

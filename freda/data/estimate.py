@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from freda.config import Config, SourceConfig
+from freda.config import MADE, Config, SourceConfig
 from freda.data.documents import Document, read, rows_of
 from freda.data.files import COMPRESSED, File, find
 from freda.data.prepare import budgets, named_tokenizer, with_sources
@@ -48,7 +48,7 @@ def _estimate(name: str, source: SourceConfig, config: Config, root: Path, tools
     """Probe one source: what a task would do with its first records, and write nowhere."""
     tally, align = Tally(tools, config, name, part=0), config.prepare.align
     begun, size, stored, tokens, records, whole = time.perf_counter(), 0, 0, 0, 0, True
-    for record in read(source, root, config.corpus, seed=config.prepare.seed):
+    for record in read(source, root, config, seed=config.prepare.seed):
         _, ids = tally.judge(records + 1, record)
         records += 1
         tokens += 0 if ids is None else (len(ids) // align + 1) * align
@@ -59,7 +59,7 @@ def _estimate(name: str, source: SourceConfig, config: Config, root: Path, tools
             whole = False
             break
     rate = tokens / max(time.perf_counter() - begun, 1e-9)
-    files = [] if source.kind in ("huggingface", "sums") else find(source, root)
+    files = [] if source.kind == "huggingface" or source.kind in MADE else find(source, root)
     on_disk = {file.path: file.path.stat().st_size for file in files}
     there = tokens if whole else _scaled(tokens, stored, records, source, files)
     return Estimate(name, len(files), sum(on_disk.values()), there, budgets(config)[name] or there, rate)

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from freda.config import Config, CorpusConfig, PrepareConfig, SourceConfig
+from freda.config import MADE, Config, CorpusConfig, PrepareConfig, SourceConfig
 from freda.data.documents import Document, is_unicode, newest_commit, read
 from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo, part_name
 from freda.data.tasks import PATIENCE, WORK, Outcome, Task, Worker, description, stamps
@@ -57,7 +57,7 @@ def prepare(config: Config, out: Path, *, root: Path = Path(), workers: int = 1,
             _provide_tokenizer(config, root, out)
         with runner(config, root, out, workers, world) as (worker, run):
             config = worker.config
-            if rank == 0 and note is not None and any(source.kind != "sums" for source in config.source.values()):
+            if rank == 0 and note is not None and any(source.kind not in MADE for source in config.source.values()):
                 note(_encoder_note(worker))
             with progress(out, config.prepare.tokens) if rank == 0 and note else contextlib.nullcontext():
                 outcomes = _all_waves(config, run)
@@ -249,9 +249,7 @@ def named_tokenizer(config: Config, root: Path) -> Tokenizer:
 def _tokenizer_texts(config: Config, root: Path) -> Iterator[str]:
     """Documents of all sources in turn."""
     seed = config.prepare.seed
-    streams = [
-        itertools.islice(read(source, root, config.corpus, seed=seed), PATIENCE) for source in config.source.values()
-    ]
+    streams = [itertools.islice(read(source, root, config, seed=seed), PATIENCE) for source in config.source.values()]
     texts = (
         record.text
         for records in itertools.zip_longest(*streams)

@@ -220,7 +220,7 @@ def _draw_sum_of(split: Split, rng: random.Random, steps: int, max_number: int, 
 
 
 def _draw_sum(rng: random.Random, steps: int, max_number: int, max_change: int = 0) -> Sum:
-    start = total = _between(rng, LEAST, max_number)
+    start = total = between(rng, LEAST, max_number)
     changes = []
     for _ in range(steps):
         change = _draw_change(rng, total, max_number, max_change or max_number)
@@ -234,21 +234,22 @@ def _draw_change(rng: random.Random, total: int, max_number: int, max_change: in
     can_add, can_take = total + LEAST <= max_number, total - LEAST >= LEAST
     heads = rng.random() < 0.5  # tossed in any case: the texts of VERSION 1 depend on it
     if can_add and (heads or not can_take):
-        return _between(rng, LEAST, min(max_change, max_number - total))
-    return -_between(rng, LEAST, min(max_change, total - LEAST))
+        return between(rng, LEAST, min(max_change, max_number - total))
+    return -between(rng, LEAST, min(max_change, total - LEAST))
 
 
 def _digit_sum(number: int) -> int:
     return sum(map(int, str(number)))
 
 
-def _between(rng: random.Random, least: int, most: int) -> int:
+def between(rng: random.Random, least: int, most: int) -> int:
     """A whole number, both ends included. Only `random()` is promised to be the same in every version of Python."""
     return least + int(rng.random() * (most - least + 1))
 
 
-def _pick(rng: random.Random, options: Sequence[T]) -> T:
-    return options[_between(rng, 0, len(options) - 1)]
+def pick(rng: random.Random, options: Sequence[T]) -> T:
+    """One of these."""
+    return options[between(rng, 0, len(options) - 1)]
 
 
 # -- wording ---------------------------------------------------------------------------------------------------------
@@ -256,24 +257,24 @@ def _pick(rng: random.Random, options: Sequence[T]) -> T:
 
 def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
     """Tell a sum as a story, and solve it."""
-    person = _pick(rng, PEOPLE)
+    person = pick(rng, PEOPLE)
     words = {
         "name": person.name,
         "she": person.she,
         "She": person.she.capitalize(),
-        "things": _pick(rng, THINGS),
+        "things": pick(rng, THINGS),
     }
-    question = [_pick(rng, OPENINGS).format(n=drawn.start, **words)]
+    question = [pick(rng, OPENINGS).format(n=drawn.start, **words)]
     solution = []
     total = drawn.start
     for change in drawn.changes:
         told, worked = (ADDITIONS, WORKED_ADDITIONS) if change > 0 else (SUBTRACTIONS, WORKED_SUBTRACTIONS)
-        question.append(_pick(rng, told).format(n=abs(change), **words))
-        wording = _pick(rng, worked) if varied else worked[0]
+        question.append(pick(rng, told).format(n=abs(change), **words))
+        wording = pick(rng, worked) if varied else worked[0]
         swap = varied and change > 0 and rng.random() >= 0.5
         solution.append(wording.format(equation=_equation(total, change, swap=swap), **words))
         total += change
-    question.append(_pick(rng, QUESTIONS).format(**words))
+    question.append(pick(rng, QUESTIONS).format(**words))
     solution.append(f"{ANSWER} {total}.")
     return Problem(" ".join(question), " ".join(solution), total, drawn.key)
 

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.config import Config, DocumentsConfig, SourceConfig
-from freda.data import synthetic
+from freda.config import MADE, Config, DocumentsConfig, SourceConfig
 from freda.data.decontaminate import Index
 from freda.data.documents import Broken, Document, is_unicode, read
 from freda.data.encode import Encoder, make_encoder
 from freda.data.files import find
+from freda.data.generators import described
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer
 from freda.errors import FredaError
@@ -102,13 +102,11 @@ def description(config: Config, root: Path) -> dict[str, Any]:
         values[f"benchmark.{name}"] = {**dataclasses.asdict(benchmark), **_files(benchmark, root)}
     if config.benchmark:
         values["decontaminate"] = dataclasses.asdict(config.decontaminate)
-    if any(source.kind == "sums" for source in config.source.values()):
-        values["corpus"] = {"generator": synthetic.VERSION, **dataclasses.asdict(config.corpus)}
-    return values
+    return {**values, **described(config)}
 
 
 def _files(config: DocumentsConfig, root: Path) -> dict[str, int]:
-    if config.kind in ("huggingface", "sums"):
+    if config.kind == "huggingface" or config.kind in MADE:
         return {}
     paths = {file.path for file in find(config, root)}
     return {"found": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
@@ -131,7 +129,7 @@ def task_keys(config: Config, root: Path, tokenizer: Tokenizer) -> Mapping[str, 
 
 def stamps(config: DocumentsConfig, root: Path) -> list[tuple[int, int]]:
     """Size and time of every file of a source on this machine; of a dataset of the Hub its revision tells."""
-    if config.kind == "sums":
+    if config.kind in MADE:
         return []
     if config.kind == "huggingface":
         paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())
@@ -166,7 +164,7 @@ class Tools:
 def benchmark_texts(config: Config, root: Path) -> Iterator[tuple[str, str]]:
     """(benchmark, text) of everything that must be kept out."""
     for name, benchmark in config.benchmark.items():
-        for record in read(benchmark, root, config.corpus):
+        for record in read(benchmark, root, config):
             if isinstance(record, Broken):  # a benchmark that is not read in full would let its texts through
                 raise FredaError(f"benchmark.{name}: {record.where}: {record.reason} ({record.detail}); mend the file")
             yield name, record.text
@@ -216,7 +214,7 @@ class Worker:
         source, tally = self.config.source[task.source], Tally(self.tools, self.config, task.source, task.part)
         settings = self.config.prepare
         place = {"part": task.part, "parts": settings.parts, "seed": settings.seed}
-        records = read(source, self.root, self.config.corpus, **place)
+        records = read(source, self.root, self.config, **place)
         number, exhausted = 0, True
         with ExitStack() as stack:
             layout = {"eos_id": self.tools.tokenizer.eos_id, "align": settings.align}
@@ -336,7 +334,7 @@ def sample(source: SourceConfig, root: Path, config: Config) -> list[str]:
     """The first texts of a source."""
     texts: list[str] = []
     most, characters = SAMPLE
-    for record in itertools.islice(read(source, root, config.corpus, seed=config.prepare.seed), PATIENCE):
+    for record in itertools.islice(read(source, root, config, seed=config.prepare.seed), PATIENCE):
         if isinstance(record, Document) and is_unicode(record.text) and BLANK_TEXT not in record.text:
             texts.append(record.text[:characters])
         if len(texts) == most or sum(map(len, texts)) >= characters:

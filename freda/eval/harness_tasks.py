@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from freda.data.mini_code import tests_of
 from freda.data.synthetic import problems_of
 from freda.errors import missing_package
 from freda.eval.code import humanevalplus_program
 from freda.eval.sandbox import run_many
-from freda.eval.tasks import TASKS
+from freda.eval.tasks import TASKS, mini_math
 from freda.eval.tasks.math500 import LONGEST, in_workers, same
 from freda.eval.tasks.sums import corpus_of
 from freda.eval.tasks.task import json_rows
@@ -120,11 +121,18 @@ def same_as_a_whole(solution: str, text: str) -> bool:
 def _sums(folder: Path, count: int) -> list[Config]:
     """Nothing like it is in lm_eval."""
     asked = itertools.islice(problems_of(corpus_of(folder), "test"), count)
-    rows = [{"question": problem.question, "answer": str(problem.answer)} for problem in asked]
+    return _word_problems("sums", [{"prompt": one.prompt, "answer": str(one.answer)} for one in asked])
+
+
+def _mini_math(folder: Path, count: int) -> list[Config]:
+    return _word_problems("mini_math", [item._asdict() for item in mini_math.asked("mini_math", folder, count)])
+
+
+def _word_problems(name: str, rows: Sequence[Row]) -> list[Config]:
     config = {
-        **_generated("sums"),
+        **_generated(name),
         **_rows(test=rows),
-        "doc_to_text": "Q: {{question}}\nA:",
+        "doc_to_text": "prompt",
         "doc_to_target": "answer",
         "filter_list": [_pipeline("strict-match", {"function": "regex", "regex_pattern": LAST_ANSWER})],
         "metric_list": [{**_mean("exact_match"), "regexes_to_ignore": NOISE}],
@@ -180,6 +188,17 @@ def _mbpp(folder: Path, count: int) -> list[Config]:
     return [_executed("mbpp", [row for row in rows if 11 <= row["task_id"] <= 510][:count], program, texts)]
 
 
+def _mini_code(folder: Path, count: int) -> list[Config]:
+    """Nothing like it is in lm_eval; the rows are ours with their tests."""
+    items = mini_math.asked("mini_code", folder, count)
+    rows = [{"task_id": str(number), **one._asdict(), "test": tests_of(one)} for number, one in enumerate(items)]
+
+    def program(row: Row, text: str) -> tuple[str, str]:
+        return row["prompt"] + text, f"{row['test']}\ncheck({row['entry_point']})\n"
+
+    return [_executed("mini_code", rows, program, {"doc_to_text": "prompt"})]
+
+
 def _executed(name: str, rows: Sequence[Row], program: Callable[[Row, str], tuple[str, str]], texts: Config) -> Config:
     """A task whose answers pass if they run to the end of their tests."""
 
@@ -231,6 +250,12 @@ def _shuffled(row: Row, number: int) -> Row:
     random.Random(number).shuffle(names)
     options = {letter: row[name].strip() for letter, name in zip(LETTERS, names, strict=True)}
     return {"question": row["Question"], **options, "answer": LETTERS[names.index("Correct Answer")]}
+
+
+def _mini_logic(folder: Path, count: int) -> list[Config]:
+    rows = [item._asdict() for item in mini_math.asked("mini_logic", folder, count)]
+    plain = {"description": "", "doc_to_text": "prompt"}
+    return [{**_chosen("mini_logic", ""), **_rows(test=rows, dev=rows[:1]), **plain}]
 
 
 def _chosen(name: str, about: str) -> Config:
@@ -301,4 +326,7 @@ HARNESS_TASKS: dict[str, HarnessTask] = {
     "humaneval_plus": HarnessTask(_humaneval_plus, "pass@1,sandbox"),
     "mbpp": HarnessTask(_mbpp, "pass@1,sandbox"),
     "sums": HarnessTask(_sums, "exact_match,strict-match"),
+    "mini_math": HarnessTask(_mini_math, "exact_match,strict-match"),
+    "mini_code": HarnessTask(_mini_code, "pass@1,sandbox"),
+    "mini_logic": HarnessTask(_mini_logic, "acc,none"),
 }

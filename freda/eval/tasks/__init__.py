@@ -6,11 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from freda.errors import FredaError
-from freda.eval.tasks import gpqa, gsm8k, humaneval, humaneval_plus, math500, mbpp, mmlu, sums
+from freda.eval.tasks import (
+    gpqa,
+    gsm8k,
+    humaneval,
+    humaneval_plus,
+    math500,
+    mbpp,
+    mini_code,
+    mini_logic,
+    mini_math,
+    mmlu,
+    sums,
+)
 from freda.eval.tasks.task import Example, Task, check_published
 
 TASKS: dict[str, Task] = {
-    task.NAME: task for task in (mmlu, gpqa, gsm8k, math500, humaneval, humaneval_plus, mbpp, sums)
+    task.NAME: task
+    for task in (
+        *(mmlu, gpqa, gsm8k, math500, humaneval, humaneval_plus, mbpp),
+        *(sums, mini_math, mini_code, mini_logic),  # of our own generators
+    )
 }
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from freda.config import CorpusConfig
 from freda.data import synthetic
-from freda.data.shards import Manifest
-from freda.errors import FredaError
+from freda.data.generators import settings_in
 from freda.eval.tasks.task import Example, Graded, Kind
 
 NAME = "sums"
@@ -37,20 +36,12 @@ def load(folder: Path) -> list[Example]:
 
 def corpus_of(folder: Path) -> CorpusConfig:
     """The settings of the generator that a folder of shards was made with."""
-    values = dict(Manifest.read(folder).source.get("corpus", {}))
-    if not values:
-        raise FredaError(f"{folder} holds no word problems of the embedded generator; name such shards with --data")
-    version = values.pop("generator")
-    if version != synthetic.VERSION:
-        raise FredaError(
-            f"{folder} was made by version {version} of the generator, this is {synthetic.VERSION}; prepare it again"
-        )
-    return CorpusConfig(**values)
+    return CorpusConfig(**settings_in(folder, "sums"))
 
 
 def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
     """Every text by itself."""
-    return [_graded(example, text) for example, text in zip(examples, texts, strict=True)]
+    return [graded(example, text) for example, text in zip(examples, texts, strict=True)]
 
 
 def reference(example: Example) -> str:
@@ -58,7 +49,8 @@ def reference(example: Example) -> str:
     return f" {example.row['solution']}"
 
 
-def _graded(example: Example, text: str) -> Graded:
+def graded(example: Example, text: str) -> Graded:
+    """Does the text end in the right number?"""
     found = synthetic.final_answer(text)
     if found is None:
         return Graded(False, f"no '{synthetic.ANSWER}' with a whole number", "")

@@ -1,0 +1,250 @@
+"""Word problems of several steps, all four operations, told about one person or comparing several.
+
+The question determines every token of the solution, one equation after the other. The content is the calculation:
+summands in another order are the same one, or 12 + 5 in training would give away 5 + 12 in the test. What a story says
+beside (`math_distractors`) is no part of it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal, NamedTuple
+
+from freda.config import MiniConfig
+from freda.data.mini_item import Item
+from freda.data.synthetic import ANSWER, LEAST, Person, between, pick
+from freda.data.synthetic import PEOPLE as FIRST_PEOPLE
+from freda.data.synthetic import THINGS as FIRST_THINGS
+
+MOST_TIMES, MOST_SHARES, MOST_PARCELS = 4, 5, 9
+COMPARED = 0.3  # share of problems that compare people
+Change = Literal["add", "take", "parcels", "times", "share"]
+CHANGES: tuple[Change, ...] = ("add", "add", "take", "take", "parcels", "times", "share")
+COMPARISONS: tuple[Change, ...] = ("add", "take", "times")
+
+PEOPLE = (
+    *FIRST_PEOPLE,
+    *(Person(name, "she") for name in ("Nora", "Ella", "Ruth", "Kate", "Lily", "Rosa", "Anna", "Vera")),
+    *(Person(name, "he") for name in ("Paul", "Nick", "Adam", "Finn", "Carl", "Luis", "Otto", "Hugo")),
+)
+THINGS = (
+    *FIRST_THINGS,
+    *("pencils", "stickers", "tickets", "buttons", "cookies", "flowers", "toys", "nuts", "candles", "photos"),
+)
+OPENINGS = (
+    "{name} has {n} {things}.",
+    "{name} starts with {n} {things}.",
+    "{name} owns {n} {things}.",
+    "In the morning {name} has {n} {things}.",
+    "There are {n} {things} in the bag of {name}.",
+    "{name} counts {n} {things}.",
+)
+TOLD: dict[Change, tuple[str, ...]] = {
+    "add": (
+        "{She} finds {n} more.",
+        "{She} buys {n} more.",
+        "Then {she} gets {n} more.",
+        "A friend brings {n} more.",
+        "{other} gives {name} {n} {things}.",
+        "Later {name} receives another {n}.",
+    ),
+    "take": (
+        "{She} gives away {n}.",
+        "{She} loses {n}.",
+        "Then {she} sells {n}.",
+        "A friend takes {n}.",
+        "{name} gives {n} {things} to {other}.",
+        "Later {n} of them are gone.",
+    ),
+    "parcels": (
+        "{She} buys {n} boxes of {m} {things} each.",
+        "{other} brings {n} bags with {m} {things} in each.",
+        "Then {she} gets {m} {things} from each of {n} friends.",
+        "{n} packs of {m} {things} arrive.",
+    ),
+    "times": (
+        "Then the number grows to {n} times as many.",
+        "{name} now gets {n} times as many as {she} had.",
+        "A wizard makes it {n} times as many.",
+    ),
+    "share": (
+        "{She} makes {n} equal piles and keeps one of them.",
+        "{She} shares them equally among {n} people and keeps one share.",
+        "Then {name} keeps only one of {n} equal parts.",
+    ),
+}
+COMPARED_WITH: dict[Change, tuple[str, ...]] = {
+    "add": ("{name} has {n} more than {other}.", "{name} owns {n} {things} more than {other}."),
+    "take": ("{name} has {n} fewer than {other}.", "{name} owns {n} {things} fewer than {other}."),
+    "times": ("{name} has {n} times as many as {other}.", "{name} owns {n} times as many {things} as {other}."),
+}
+BESIDE = (
+    "The shop has {n} {others}.",
+    "{She} also has {n} {others}.",
+    "It is day {n} of the year.",
+    "{name} is {n} years old.",
+    "The {others} cost {n} coins each.",
+)
+QUESTIONS = (
+    "How many {things} does {name} have now?",
+    "How many does {she} have in the end?",
+    "How many {things} are left?",
+    "What is the number of {things} now?",
+)
+TOGETHER = (
+    "How many {things} do {name} and {other} have together?",
+    "How many do {other} and {name} have in all?",
+    "What is the total of {name} and {other}?",
+)
+
+
+class Step(NamedTuple):
+    """One change of the total; `size` is that of each parcel."""
+
+    change: Change
+    number: int
+    size: int = 0
+
+    def applied(self, total: int) -> int:
+        """The total after it."""
+        results = {
+            "add": total + self.number,
+            "take": total - self.number,
+            "parcels": total + self.number * self.size,
+            "times": total * self.number,
+            "share": total // self.number,
+        }
+        return results[self.change]
+
+    def worked(self, total: int) -> str:
+        """Its equations."""
+        sign = {"add": "+", "take": "-", "parcels": "+", "times": "*", "share": "/"}[self.change]
+        if self.change == "parcels":
+            parcels = self.number * self.size
+            return f"{self.number} * {self.size} = {parcels}. {total} + {parcels} = {self.applied(total)}."
+        return f"{total} {sign} {self.number} = {self.applied(total)}."
+
+
+class Calculation(NamedTuple):
+    """A start and what happens to it; `together` adds the start to the last total in the end."""
+
+    start: int
+    steps: tuple[Step, ...]
+    together: bool
+
+    @property
+    def key(self) -> str:
+        """The calculation, regardless of the order of summands, of factors, and of the sides of a parcel."""
+        runs: list[list[str]] = [[f"+{self.start}"]]
+        scales = False  # is the last run one of factors?
+        for step in self.steps:
+            if (step.change in ("times", "share")) != scales:
+                scales = not scales
+                runs.append([])
+            if step.change == "parcels":
+                runs[-1].append("+{}x{}".format(*sorted((step.number, step.size))))
+            else:
+                sign = {"add": "+", "take": "-", "times": "*", "share": "/"}[step.change]
+                runs[-1].append(f"{sign}{step.number}")
+        return " ".join("".join(sorted(run)) for run in runs) + (" together" if self.together else "")
+
+
+def draw(rng: random.Random, config: MiniConfig) -> Calculation:
+    """A calculation whose totals are all in 2..math_max_number."""
+    steps = between(rng, config.math_steps_from, config.math_steps_to)
+    together = steps > 1 and rng.random() < COMPARED
+    most = config.math_max_number // 2 if together else config.math_max_number
+    start = total = between(rng, LEAST, most)
+    found = list[Step]()
+    while len(found) < steps - together:
+        step = _step(rng, pick(rng, COMPARISONS if together else CHANGES), total, most)
+        if step is not None:
+            found.append(step)
+            total = step.applied(total)
+    return Calculation(start, tuple(found), together)
+
+
+def _step(rng: random.Random, change: Change, total: int, most: int) -> Step | None:
+    """A change of that kind which keeps the total in range, if this total has one."""
+    room = most - total
+    if change == "add":
+        return Step(change, between(rng, LEAST, room)) if room >= LEAST else None
+    if change == "take":
+        return Step(change, between(rng, LEAST, total - LEAST)) if total >= 2 * LEAST else None
+    if change == "parcels":
+        number, size = between(rng, LEAST, MOST_PARCELS), between(rng, LEAST, MOST_PARCELS)
+        return Step(change, number, size) if number * size <= room else None
+    number = between(rng, LEAST, MOST_TIMES if change == "times" else MOST_SHARES)
+    fits = total * number <= most if change == "times" else total % number == 0 and total // number >= LEAST
+    return Step(change, number) if fits else None
+
+
+def told(content: Calculation, rng: random.Random, config: MiniConfig) -> Item:
+    """The calculation as a story, with its solution."""
+    question = _compared(content, rng, config) if content.together else _lived(content, rng, config)
+    solution, total = [], content.start
+    for step in content.steps:
+        solution.append(step.worked(total))
+        total = step.applied(total)
+    if content.together:
+        solution.append(f"{content.start} + {total} = {content.start + total}.")
+        total += content.start
+    solution.append(f"{ANSWER} {total}.")
+    family = "compared" if content.together else "story"
+    level = len(content.steps) + content.together
+    return Item(f"Q: {question}\nA:", f" {' '.join(solution)}", str(total), content.key, level, family)
+
+
+def _lived(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
+    """What one person lives through."""
+    person, other = _people(rng, 2)
+    while other.she == person.she:  # or "she" might be either
+        person, other = _people(rng, 2)
+    words = _words(rng, person, other)
+    sentences = [pick(rng, OPENINGS).format(n=content.start, **words)]
+    for step in content.steps:
+        sentences.append(pick(rng, TOLD[step.change]).format(n=step.number, m=step.size, **words))
+    return " ".join([*_with_beside(sentences, words, rng, config), pick(rng, QUESTIONS).format(**words)])
+
+
+def _compared(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
+    """Every person has more or less than the one before."""
+    people = _people(rng, len(content.steps) + 1)
+    words = _words(rng, people[0], people[-1])
+    sentences = [pick(rng, OPENINGS).format(n=content.start, **words)]
+    for step, person, before in zip(content.steps, people[1:], people, strict=False):
+        told = pick(rng, COMPARED_WITH[step.change])
+        sentences.append(told.format(n=step.number, things=words["things"], name=person.name, other=before.name))
+    return " ".join([*_with_beside(sentences, words, rng, config), pick(rng, TOGETHER).format(**words)])
+
+
+def _with_beside(sentences: list[str], words: dict[str, str], rng: random.Random, config: MiniConfig) -> list[str]:
+    """The sentences, now and then with one among them that has nothing to do with the question."""
+    if rng.random() >= config.math_distractors:
+        return sentences
+    place = between(rng, 1, len(sentences))
+    beside = pick(rng, BESIDE).format(n=between(rng, LEAST, 99), **words)
+    return [*sentences[:place], beside, *sentences[place:]]
+
+
+def _people(rng: random.Random, count: int) -> list[Person]:
+    found = list[Person]()
+    while len(found) < count:
+        person = pick(rng, PEOPLE)
+        if person not in found:
+            found.append(person)
+    return found
+
+
+def _words(rng: random.Random, person: Person, other: Person) -> dict[str, str]:
+    things, others = pick(rng, THINGS), pick(rng, THINGS)
+    while others == things:
+        others = pick(rng, THINGS)
+    return {
+        "name": person.name,
+        "she": person.she,
+        "She": person.she.capitalize(),
+        "other": other.name,
+        "things": things,
+        "others": others,
+    }

@@ -1,0 +1,320 @@
+"""The mini suite: contents of one split only, answers that are right, graders that are not fooled."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from freda.config import Config, DocumentsConfig, MiniConfig, PrepareConfig, SourceConfig
+from freda.data import mini, mini_code, mini_logic, mini_math
+from freda.data.documents import Document, read
+from freda.data.generators import GENERATORS
+from freda.data.mini_item import Item
+from freda.data.mini_logic import World
+from freda.data.mini_math import Calculation, Step
+from freda.data.prepare import prepare
+from freda.data.synthetic import Split, split_of
+from freda.errors import FredaError
+from freda.eval.selfcheck import self_check
+from freda.eval.tasks import TASKS
+from freda.eval.tasks.task import Example
+
+PLAIN = MiniConfig(documents=200, validation_documents=20)
+KINDS = tuple(mini.KINDS)
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+def items(kind: mini.MiniKind, split: Split, count: int, config: MiniConfig = PLAIN) -> list[Item]:
+    return [mini.item(kind, config, split, number) for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of shards of all three kinds."""
+    out = tmp_path_factory.mktemp("mini") / "data"
+    sources = {kind: SourceConfig(kind=kind) for kind in KINDS}
+    prepare(Config(mini=PLAIN, prepare=PrepareConfig(vocab_size=600, parts=2), source=sources), out)
+    return out
+
+
+# -- splits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_content_of_a_test_question_is_in_training(kind: mini.MiniKind) -> None:
+    asked = {item.key for item in mini.questions(kind, PLAIN, "test", 2000)}
+    assert len(asked) == 2000
+    count = 20_000 if kind == "mini_code" else 100_000  # functions take five times as long to find
+    trained = {item.key for item in items(kind, "train", count)}
+    assert len(trained) > 0.6 * count and not asked & trained
+    other = dataclasses.replace(PLAIN, seed=5)
+    assert not asked & {item.key for item in items(kind, "train", 5_000, other)}, "whatever the seed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_splits_are_those_of_the_keys(kind: mini.MiniKind) -> None:
+    for split in SPLITS:
+        assert {split_of(item.key) for item in items(kind, split, 100)} == {split}
+
+
+def test_calculations_that_differ_in_order_only_are_one() -> None:
+    add, take, double, half = Step("add", 5), Step("take", 3), Step("times", 2), Step("share", 2)
+    assert Calculation(12, (add, take), False).key == Calculation(12, (take, add), False).key
+    assert Calculation(12, (Step("add", 5),), False).key == Calculation(5, (Step("add", 12),), False).key
+    assert Calculation(4, (Step("parcels", 3, 7),), False).key == Calculation(4, (Step("parcels", 7, 3),), False).key
+    assert Calculation(12, (add, double), False).key != Calculation(12, (double, add), False).key
+    assert Calculation(12, (double, half), False).key == Calculation(12, (half, double), False).key
+    assert Calculation(12, (add,), False).key != Calculation(12, (add,), True).key
+
+
+def test_functions_that_do_the_same_are_one() -> None:
+    """By an independent look at what the programs do: equal behaviour, equal key, and the other way round."""
+    by_key = collections.defaultdict(set)
+    for item in items("mini_code", "train", 3000):
+        behaviour = [
+            repr(mini_code.result(item.document, item.entry_point, probe)) for probe in mini_code.PROBES[item.family]
+        ]
+        by_key[item.key].add((item.family, *behaviour))
+    assert all(len(found) == 1 for found in by_key.values())
+    assert len({behaviour for found in by_key.values() for behaviour in found}) == len(by_key)
+
+
+def test_worlds_are_the_same_however_they_are_told() -> None:
+    order = World("order", 2, (("Mia", "Tom", "Ana", "Leo"),), ())
+    assert order.key == order._replace(parts=(("Leo", "Ana", "Tom", "Mia"),)).key
+    assert order.key != order._replace(parts=(("Mia", "Ana", "Tom", "Leo"),)).key
+    inside = World("inside", 1, (("the key", "the hall"), ("the pen", "the attic")), ())
+    assert inside.key == inside._replace(parts=inside.parts[::-1]).key
+    swap = World("swap", 3, (("A", "B", "C", "D"), ("k", "l", "m", "n")), ((0, 1), (2, 3), (1, 2)))
+    assert swap.key == swap._replace(swaps=((3, 2), (1, 0), (1, 2))).key
+    assert swap.key == World("swap", 3, (("B", "A", "C", "D"), ("l", "k", "m", "n")), ((0, 1), (2, 3), (0, 2))).key
+    assert swap.key != swap._replace(swaps=((0, 1), (1, 2), (2, 3))).key
+
+
+def test_the_same_items_in_every_process() -> None:
+    code = (
+        "import hashlib; from freda.config import MiniConfig; from freda.data import mini\n"
+        "made = [tuple(mini.item(kind, MiniConfig(), split, n)) for kind in mini.KINDS\n"
+        "        for split in ('train', 'validation', 'test') for n in range(40)]\n"
+        "print(hashlib.sha256(repr(made).encode()).hexdigest())"
+    )
+    command = [sys.executable, "-c", code]
+    digests = {
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_texts_of_this_version() -> None:
+    """If you change the texts on purpose, raise `mini.VERSION` and put the new digests here."""
+    digests = {
+        kind: hashlib.sha256("\n".join(one.document for split in SPLITS for one in items(kind, split, 30)).encode())
+        for kind in KINDS
+    }
+    assert {kind: digest.hexdigest()[:16] for kind, digest in digests.items()} == DIGESTS
+
+
+def test_too_easy_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mini, "PATIENCE", 500)
+    with pytest.raises(FredaError, match=r"mini_code has about \d+ contents in the test split, not 2000"):
+        mini.questions("mini_code", MiniConfig(code_steps_from=1, code_steps_to=1), "test", 2000)
+    with pytest.raises(FredaError, match=r"math_steps_from is 4 and mini\.math_steps_to 3"):
+        MiniConfig(math_steps_from=4, math_steps_to=3)
+
+
+# -- answers, computed anew ------------------------------------------------------------------------------------------
+
+
+def test_equations_hold_and_lead_from_the_question_to_the_answer() -> None:
+    for item in items("mini_math", "train", 3000):
+        equations = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)\.", item.solution)
+        results = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+        for left, sign, right, result in equations:
+            assert results[sign](int(left), int(right)) == int(result) <= 300
+            assert sign != "/" or int(left) % int(right) == 0
+        assert item.solution.endswith(f"{equations[-1][3]}. The answer is {item.answer}.")
+        known = set(re.findall(r"\d+", item.prompt))
+        for left, _, right, result in equations:
+            assert {left, right} <= known, "all numbers are given or worked out before"
+            known.add(result)
+
+
+def told_total(question: str) -> int:
+    """The total of a story, from its words."""
+    total = 0
+    for sentence in re.split(r"(?<=[.?]) ", question):
+        numbers = [int(number) for number in re.findall(r"\d+", sentence)]
+        if not numbers or re.search(r"also has|shop has|day|years old|cost", sentence):
+            continue
+        if re.search(r"boxes|bags with|each of|packs", sentence):
+            total += numbers[0] * numbers[1]
+        elif "times as many" in sentence:
+            total *= numbers[0]
+        elif re.search(r"equal", sentence):
+            total //= numbers[0]
+        elif re.search(r"gives away|loses|sells|takes|gone|gives \d+", sentence):
+            total -= numbers[0]
+        else:
+            total += numbers[0]
+    return total
+
+
+def test_stories_say_what_is_calculated() -> None:
+    stories = [item for item in items("mini_math", "test", 400) if item.family == "story"]
+    assert len(stories) > 200
+    for item in stories:
+        assert told_total(item.prompt.removeprefix("Q: ").partition("\n")[0]) == int(item.answer), item.prompt
+
+
+def test_deductions_follow_from_their_facts() -> None:
+    found: collections.Counter[str] = collections.Counter()
+    for item in items("mini_logic", "test", 600):
+        facts, *lines = item.prompt.splitlines()
+        options = dict(line.split(". ", 1) for line in lines[:4])
+        assert len(set(options.values())) == 4 and item.solution.startswith(f" {item.answer}\n")
+        solve = {"order": solve_order, "inside": solve_inside, "swap": solve_swap}[item.family]
+        assert options[item.answer] == solve(facts, list(options.values())), item.prompt
+        found[item.family] += 1
+    assert min(found.values()) > 100
+
+
+def solve_order(facts: str, options: list[str]) -> str:
+    below = {}
+    for name, comparative, other in re.findall(r"(\w+) is (\w+) than (\w+)\.", facts):
+        upper = comparative in {words[0] for words in mini_logic.COMPARATIVES}
+        below[name if upper else other] = other if upper else name
+    order = [next(iter(set(below) - set(below.values())))]
+    while order[-1] in below:
+        order.append(below[order[-1]])
+    rank, superlative = re.search(r"Who is the (second |third )?(\w+)\?", facts).groups()  # type: ignore[union-attr]
+    place = ("", "second ", "third ").index(rank or "")
+    return order[place] if superlative in {words[2] for words in mini_logic.COMPARATIVES} else order[-1 - place]
+
+
+def solve_inside(facts: str, options: list[str]) -> str:
+    outer = {}
+    *sentences, question = re.split(r"(?<=\.) ", facts.lower())
+    for sentence in sentences:
+        one, two = re.findall(r"the (?:\w+ )?\w+(?= is|\.| holds)", sentence)
+        outer.update({one: two} if " is in " in sentence else {two: one})
+    (place,) = [thing for thing in outer if thing in question and thing not in outer.values()]
+    while place in outer:
+        place = outer[place]
+    return place
+
+
+def solve_swap(facts: str, options: list[str]) -> str:
+    held = {}
+    *sentences, question = re.split(r"(?<=\.) ", facts)
+    for sentence in sentences:
+        names = [name for name in re.findall(r"[A-Z]\w+", sentence) if name in mini_logic.NAMES]
+        if len(names) == 2:
+            held[names[0]], held[names[1]] = held[names[1]], held[names[0]]
+        else:
+            held[names[0]] = re.search(r"[Tt]he \w+", sentence)[0].lower()  # type: ignore[index]
+    if question.startswith("Who"):
+        return next(name for name, thing in held.items() if f"{thing} " in question)
+    return next(thing for name, thing in held.items() if name in question)
+
+
+def test_right_letters_are_even() -> None:
+    counts = collections.Counter(item.answer for item in mini.questions("mini_logic", PLAIN, "test", 2000))
+    assert set(counts) == set("ABCD")
+    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 16.3  # chi squared, one in a thousand
+
+
+def test_levels_and_families_are_all_there() -> None:
+    for kind, least, most in (("mini_math", 2, 5), ("mini_code", 2, 5), ("mini_logic", 2, 4)):
+        made = items(kind, "train", 2000)  # type: ignore[arg-type]
+        assert {item.level for item in made} == set(range(least, most + 1))
+    harder = MiniConfig(math_steps_from=7, math_steps_to=8, logic_hops_from=6, logic_hops_to=6, math_max_number=999)
+    assert min(item.level for item in items("mini_math", "test", 50, harder)) == 7
+    assert {item.level for item in items("mini_logic", "test", 50, harder)} == {6}
+
+
+def test_wordings_vary_and_solutions_do_not() -> None:
+    made = items("mini_code", "train", 6_000)
+    bodies = collections.defaultdict(set)
+    for item in made:
+        bodies[item.prompt].add(item.solution)
+    assert len(bodies) > 5_900 and all(len(found) == 1 for found in bodies.values())
+
+
+# -- as a source -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_make_the_whole(kind: mini.MiniKind) -> None:
+    config, settings = DocumentsConfig(kind=kind), Config(mini=PLAIN)
+    whole = list(read(config, Path(), settings))
+    parts = [list(read(config, Path(), settings, part=part, parts=3)) for part in range(3)]
+    assert [one for row in itertools.zip_longest(*parts) for one in row if one is not None] == whole
+    assert all(isinstance(one, Document) for one in whole)
+    assert collections.Counter(one.split for one in whole) == {"train": 200, "validation": 20}  # type: ignore[union-attr]
+    assert whole[0].split == "validation", "a budget of tokens must not leave them out"  # type: ignore[union-attr]
+
+
+def test_every_made_kind_has_its_generator() -> None:
+    from freda.config import MADE
+
+    assert tuple(GENERATORS) == MADE
+
+
+# -- as tasks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_graders_check_themselves(kind: str, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TASKS[kind]
+    assert task.ROWS >= 2000
+    monkeypatch.setattr(task, "ROWS", 40 if kind == "mini_code" else 2000)
+    checked = self_check(task, shards)
+    assert checked.passed and not checked.failures, checked
+
+
+def test_wrong_programs_fail(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TASKS["mini_code"]
+    monkeypatch.setattr(task, "ROWS", 8)
+    examples = task.load(shards)
+    shifted = [example.gold for example in examples[1:]] + [examples[0].gold]
+    assert not any(one.correct for one in task.grade_all(examples, shifted)), "another function, or another variable"
+    argument = [re.search(r"\((\w+)\)", example.prompt)[1] for example in examples]  # type: ignore[index]
+    unchanged = [f"    return {name}\n" for name in argument]
+    assert not any(one.correct for one in task.grade_all(examples, unchanged))
+    rest = [f"{example.gold}\n\ndef more(x):\n    boom" for example in examples]
+    assert all(one.correct for one in task.grade_all(examples, rest)), "what follows the function is cut off"
+
+
+def test_difficulty_comes_from_the_shards(shards: Path, tmp_path: Path) -> None:
+    examples = TASKS["mini_math"].load(shards)
+    assert isinstance(examples[0], Example) and {one.group for one in examples} == {f"steps {n}" for n in (2, 3, 4, 5)}
+    assert [one.prompt for one in examples] == [one.prompt for one in mini.questions("mini_math", PLAIN, "test", 2000)]
+
+
+def test_tables_have_no_two_phrases_alike() -> None:
+    """A phrase with two meanings would make a question nobody can answer."""
+    for table in (mini_code.OPERATIONS, mini_code.RETURNS):
+        for state in ("numbers", "text", "words"):
+            phrases = [phrase for one in table if one.takes == state for phrase in one.phrases]
+            assert len(set(phrases)) == len(phrases), state
+    told = [sentence for sentences in mini_math.TOLD.values() for sentence in sentences]
+    assert len(set(told)) == len(told)
+
+
+DIGESTS = {
+    "mini_math": "31eb402b067c7fc9",
+    "mini_code": "5714a4eaef97a9a6",
+    "mini_logic": "fb9e18bd27ed4cb5",
+}
