@@ -111,8 +111,8 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the run needs.")] = False,
     gpus: Annotated[int, typer.Option(help="--dry-run: GPUs to plan for.")] = 1,
     tflops: Annotated[
-        float, typer.Option(help="--dry-run: useful TFLOP/s of a GPU, from freda bench train; an H200's by default.")
-    ] = 460.0,
+        float, typer.Option(help="--dry-run: useful TFLOP/s of a GPU, from freda bench train; 0 takes an H200's.")
+    ] = 0.0,
     shape: Annotated[str, typer.Option(help="--dry-run: shape to plan with, where train.init is not there.")] = "",
     set_: Settings = [],  # noqa: B006
 ) -> None:

@@ -240,6 +240,18 @@ def test_stop_strings_across_blocks() -> None:
     assert cut.tokens == free.tokens[: len(cut.tokens)]
 
 
+def test_long_stop_strings_are_found() -> None:
+    model = loaded()
+    found = (
+        (prompt, Engine(model).run([Request(prompt=prompt, max_new_tokens=110, threshold=2.0)])[0])
+        for prompt in prompts(40, seed=9)
+    )
+    prompt, free = next((prompt, output) for prompt, output in found if len(output.tokens) == 110)
+    stop = Letters().decode(free.tokens)[4:94]  # longer than what is looked at for short ones
+    cut = Engine(model).run([Request(prompt=prompt, max_new_tokens=110, threshold=2.0)], stop=(stop,))[0]
+    assert cut.finish == "stop" and 94 <= len(cut.tokens) < 104
+
+
 def test_what_cannot_run_is_refused_alone() -> None:
     model = loaded()
     engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=5, queue=2))

@@ -101,7 +101,7 @@ def test_plans(tmp_path: Path) -> None:
     for arguments, message in (
         ({"gpus": 3}, "train.group_rows 8 cannot be shared among 3 GPUs"),
         ({"gpus": 0}, "gpus is 0"),
-        ({"tflops": 0.0}, "tflops is 0.0"),
+        ({"tflops": -1.0}, "tflops is -1.0"),
         ({"shape_name": "qwen9"}, "there is no shape 'qwen9'; use one of qwen3-0.6b"),
     ):
         with pytest.raises(FredaError, match=message):

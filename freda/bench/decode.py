@@ -125,7 +125,7 @@ def _measured(loaded: LoadedModel, case: Case, copy: float, matmul: float, note:
     for request in _requests(loaded, case):
         engine.submit(request, method=case.method)
     begun = _now(loaded)
-    engine._admit()
+    engine.admit()
     prefilled = _now(loaded)
     steps = 0
     while engine.busy:

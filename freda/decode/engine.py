@@ -124,7 +124,7 @@ class Engine:
     @torch.no_grad()
     def step(self, watch: Watch | None = None) -> list[Event]:
         """Admit what fits and make one pass over all that runs."""
-        self._admit()
+        self.admit()
         events: list[Event] = []
         for batch in [batch for batch in self.batches.values() if batch.texts]:
             events += self._pass(batch, watch)
@@ -143,7 +143,7 @@ class Engine:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Move waiting requests in, as long as the first of them fits, and bring their prompts into the cache.
 
         One whose beginning is being computed for another waits for the next step, where it is known: sixty questions
@@ -212,7 +212,8 @@ class Engine:
     def _stopped(self, one: _Running) -> bool:
         if not one.stop:
             return False
-        tail = self.loaded.tokenizer.decode(one.text.new[-(LOOK_BACK + one.size) :])
+        longest = max(len(stop.encode()) for stop in one.stop)  # no token is shorter than a byte
+        tail = self.loaded.tokenizer.decode(one.text.new[-(max(LOOK_BACK, longest) + one.size) :])
         return any(stop in tail for stop in one.stop)
 
     def _finish(self, one: _Running, reason: str) -> None:

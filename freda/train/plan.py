@@ -20,7 +20,8 @@ TFLOPS = 460.0  # of one H200 with the 4B shape, 2 rows of 4,096: 60% of its mat
 def plan_lines(config: Config, *, gpus: int, tflops: float, shape_name: str = "") -> list[str]:
     """What is printed."""
     require(gpus >= 1, f"gpus is {gpus}; use 1 or more")
-    require(tflops > 0, f"tflops is {tflops}; use a positive number")
+    require(tflops >= 0, f"tflops is {tflops}; use a positive number, or 0 for an H200's")
+    tflops = tflops or TFLOPS
     train, method, seq_len = config.train, config.method, config.data.seq_len
     require(
         train.group_rows % gpus == 0,
