@@ -24,13 +24,14 @@ from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelCo
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.errors import AgreedError, FredaError
+from freda.methods import best_of_n
 from freda.methods.method import Step
 from freda.model.weights import load_model
 from freda.train import checkpoint, loop
 from freda.train.parallel import Ranks
 from tests.ranks import run_ranks
 
-METHODS = ("autoregressive", "block-diffusion", "self-refine", "best-of-n", "best-of-n-layer")
+METHODS = ("autoregressive", "block-diffusion", "self-refine", "best-of-n", "best-of-n-layer", "best-of-n-beam")
 TOLERANCE = {"rel": 5e-6, "abs": 5e-6}  # fp32 sums in another order, through six steps; seen: 1e-6
 STEPS = 6
 
@@ -42,8 +43,11 @@ def config(folder: Path, name: str, **train: object) -> Config:
     settings: dict[str, Any] = {"steps": STEPS, "batch_rows": 8, "group_rows": 4, "lr": 1e-3, "warmup_steps": 2}
     settings |= {"log_every": 1, "save_every": 2, "validate_every": 3, "validation_rows": 5, "keep": 3, "clip": 0.5}
     settings |= {"lr": 3e-3} if scores else {}  # a scorer starts by preferring nothing, and learns slowly
-    settings |= {"reshard": name != "autoregressive", "init": str(folder / "base") if scores else ""}
+    beam = name.endswith("beam")
+    base = str(folder / ("less-raw" if beam else "base"))
+    settings |= {"reshard": name != "autoregressive", "init": base if scores else ""}
     method = MethodConfig(name="best-of-n" if scores else name, scorer_layer=name.endswith("layer"))  # type: ignore[arg-type]
+    method = replace(method, negatives="beam", num_negatives=15) if beam else method
     return Config(
         model=ModelConfig() if scores else shape,
         data=DataConfig(path=str(folder / "data"), seq_len=64),
@@ -98,8 +102,8 @@ def train_everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
         "nan": _nan_of_one_rank(ranks, folder),
         "full": [_full_disk_of_one_rank(ranks, folder, where) for where in ("weights", "moments")],
         "stopped": _signal_to_one_rank(ranks, folder),
-        "beam": _message(
-            replace(config(folder, "best-of-n"), method=MethodConfig(name="best-of-n", negatives="beam")), ranks
+        "proposer": _message(
+            replace(config(folder, "best-of-n"), method=MethodConfig(name="best-of-n", block_size=8)), ranks
         ),
         "damaged": _damaged(ranks, folder),
         "share": _share(ranks, folder),
@@ -211,6 +215,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     prepare_corpus(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), folder / "data")
     loop.train(config(folder, "self-refine", steps=3, save_every=0), folder / "base")
+    loop.train(config(folder, "self-refine", steps=40, lr=3e-3, save_every=0, validate_every=0), folder / "less-raw")
     for name in METHODS:
         loop.train(config(folder, name), folder / "one" / name)
     for name in ("self-refine", "best-of-n-layer"):
@@ -229,6 +234,21 @@ def said(folder: Path) -> Iterator[list[dict[str, Any]]]:
 @pytest.mark.parametrize("name", METHODS)
 def test_two_processes_train_what_one_trains(name: str, folder: Path, said: object) -> None:
     assert_same_run(folder / "one" / name, folder / "two" / name)
+
+
+def test_the_ranks_of_a_beam_run_have_unlike_counts(folder: Path) -> None:
+    """Else the mean over a group could be taken on each rank by itself, and no test would notice."""
+    settings = config(folder, "best-of-n-beam")
+    run = loop.setup(settings)
+    counts = []
+    for batch in (batch for step in range(STEPS) for batch in loop.read_batches(run, step)):
+        clean = best_of_n.frozen_clean_half(run.model, batch, settings.method)
+        logits = best_of_n.proposal(run.model, batch, clean, settings.method, passes=2)
+        slots = best_of_n.beam_slots(logits, batch, settings.method)
+        in_row = ((slots.target >= 0) & (batch.document >= 0)[:, :: settings.method.block_size]).sum(1)
+        counts.append((int(in_row[:2].sum()), int(in_row[2:].sum())))
+    assert any(left != right for left, right in counts if left and right), counts
+    assert any(not left and right for left, right in counts) and (0, 0) in counts, counts
 
 
 @pytest.mark.parametrize("name", ["self-refine", "best-of-n-layer"])
@@ -269,7 +289,7 @@ def test_an_error_of_one_rank_ends_all_with_one_message(folder: Path, said: list
     assert said[0]["unreadable"] == "rank 1: Input/output error: train-0.bin"
     assert loop.resume_run(folder / "unreadable").train.steps == STEPS
     assert (folder / "unreadable" / "latest").read_text() == "step-3\n", "the steps before it are kept"
-    assert "method.negatives is beam" in said[0]["beam"] and "rank" not in said[0]["beam"]
+    assert "was trained with 4; use the same" in said[0]["proposer"] and "rank" not in said[0]["proposer"]
 
 
 def test_a_loss_that_is_not_finite_names_step_rank_and_rows(said: list[dict[str, Any]]) -> None:

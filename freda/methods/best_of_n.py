@@ -53,7 +53,8 @@ def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> 
     """Eq. bon_loss, summed over the blocks: −s(clean) + log Σ exp s(slot).
 
     With beam negatives a block counts only if its clean text is a candidate. The mean over those of the group stands
-    for all its blocks; a group without any teaches nothing.
+    for all its blocks; a group without any teaches nothing. Which blocks count is known only after the proposal, so the
+    processes that share a group add up their counts here.
     """
     clean = frozen_clean_half(model, batch, config)
     logits = proposal(model, batch, clean, config, step.passes)
@@ -62,7 +63,11 @@ def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> 
     real = _real(batch, config)
     counted = real & (slots.target >= 0)
     losses = block_losses(slots, score_slots(model, batch, clean, slots, config))
-    return torch.where(counted, losses, 0.0).sum() * (real.sum() / counted.sum().clamp_min(1))
+    summed = torch.where(counted, losses, 0.0).sum()
+    if config.negatives == "sampled":  # every block counts
+        return summed
+    count = step.total(torch.stack([real.sum(), counted.sum()]))
+    return summed * (count[0] / count[1].clamp_min(1))
 
 
 def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:

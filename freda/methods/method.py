@@ -6,6 +6,7 @@ own section of the config and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -16,6 +17,11 @@ from freda.methods.draft import Draft, Prediction, Rules
 from freda.model.transformer import Transformer
 
 
+def alone(numbers: Tensor) -> Tensor:
+    """`Step.total` where one process has all rows of a group."""
+    return numbers
+
+
 class Step(NamedTuple):
     """Where training stands, for one group of rows: the key of all its noise (M6)."""
 
@@ -24,6 +30,9 @@ class Step(NamedTuple):
     row: Tensor  # (R,) int64: row numbers within the step's whole batch
     progress: float  # share of the run that is done, 0 to 1
     passes: int  # t: how many passes this group runs
+    total: Callable[[Tensor], Tensor] = alone
+    """Counts (n,) of these rows to those of the whole group, of which another process may have the rest. All call it
+    together, as often; it stays on the device."""
 
 
 class Method(Protocol):

@@ -240,7 +240,7 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
     losses = []
     for batch, share, passes in zip(batches, run.shares, _passes(run, step), strict=True):
         row = torch.arange(share.start, share.stop)
-        at = Step(seed, step, row, step / config.train.steps, passes)
+        at = Step(seed, step, row, step / config.train.steps, passes, run.ranks.total)
         loss = run.call(run.method.loss, batch, config.method, at)
         (loss / labels).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach().double())

@@ -78,6 +78,13 @@ class Ranks:
         dist.all_gather(every, vector)
         return torch.stack(every)
 
+    def total(self, numbers: Tensor) -> Tensor:
+        """The sums over all ranks of `numbers` (n,), from device to device: no host waits for a GPU."""
+        if self.world > 1:
+            numbers = numbers.clone()
+            dist.all_reduce(numbers)
+        return numbers
+
     def agree(self, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         """What `work` returns here. If it fails on one rank, all raise the error: none is left waiting for another."""
         if self.world == 1:

@@ -104,10 +104,6 @@ def _assemble(config: Config, resume_from: Path | None, device: torch.device, ra
     method = METHODS[config.method.name]
     if method.SCORES:
         _freeze_for_scorer(model, config)
-        require(
-            ranks.world == 1 or config.method.negatives == "sampled",
-            "method.negatives is beam, whose loss is a mean over a whole group of rows; train it with one process",
-        )
     else:
         model.scorer = None  # it judged the drafts of a backbone that is about to change
     return Run(
