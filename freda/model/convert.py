@@ -17,6 +17,7 @@ from torch import Tensor
 from freda.config import MethodConfig, ModelConfig
 from freda.data.tokenizer import read_json, read_settings, read_text, token_text, with_blank
 from freda.errors import FredaError
+from freda.model.tensors import read_safetensors, weight_files
 from freda.model.weights import (
     DTYPES,
     EMBEDDING,
@@ -26,8 +27,6 @@ from freda.model.weights import (
     family_of,
     located,
     model_config,
-    read_safetensors,
-    weight_files,
     write_files,
     written_beside,
 )

@@ -13,6 +13,7 @@ Shapes: N blocks (one for each candidate), B tokens per block, D width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -72,19 +73,24 @@ class Scorer(nn.Module):
         score: Tensor = self.mlp(pooled)[:, 0].float()
         return score
 
+    @torch.no_grad()
     def init_weights(self, seed: int, backbone: Transformer) -> None:
-        """Random weights; the MLP's last layer starts at zero, so that a new scorer prefers nothing. A last layer of
-        its own starts as the backbone's."""
-        generator = torch.Generator().manual_seed(seed)
+        """Start with `random_weights`; a last layer of its own starts as the backbone's."""
         if self.last_layer is not None:
             self.last_layer.load_state_dict(backbone.layers[-1].state_dict())
-        with torch.no_grad():
-            for name, weight in sorted(self.named_parameters()):
-                if name.startswith("last_layer."):
-                    continue
-                if name.startswith("mlp.2"):
-                    weight.zero_()
-                elif weight.dim() < 2:
-                    weight.fill_(0.0 if name.endswith("bias") else 1.0)
-                else:
-                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
+        for name, value in self.random_weights(seed):
+            self.get_parameter(name).copy_(value)
+
+    def random_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """All weights but those of a last layer, by name, one after the other. The MLP's last layer starts at zero, so
+        that a new scorer prefers nothing."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in sorted(self.named_parameters()):
+            if name.startswith("last_layer."):
+                continue
+            if name.startswith("mlp.2"):
+                yield name, torch.zeros(weight.shape)
+            elif weight.dim() < 2:
+                yield name, torch.full(weight.shape, 0.0 if name.endswith("bias") else 1.0)
+            else:
+                yield name, torch.randn(weight.shape, generator=generator) * 0.02

@@ -11,7 +11,7 @@ Shapes: R rows, T tokens, K keys, D width, H heads, C head width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -177,17 +177,25 @@ class Transformer(nn.Module):
         """The head's matrix, (V, D)."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Random weights, a function of the seed alone: std 0.02, residual outputs scaled down by depth."""
+        """Start with `random_weights`."""
+        for name, value in self.random_weights(seed):
+            self.get_parameter(name).copy_(value)
+
+    def random_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """All weights by name, a function of the seed alone: std 0.02, residual outputs scaled down by depth.
+
+        One after the other, so that a process that holds a part of each never holds them all.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, weight in sorted(self.named_parameters()):
             if weight.dim() < 2:
-                nn.init.constant_(weight, 0.0 if name.endswith("bias") else 1.0)
+                yield name, torch.full(weight.shape, 0.0 if name.endswith("bias") else 1.0)
                 continue
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
-            with torch.no_grad():
-                weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+            yield name, torch.randn(weight.shape, generator=generator) * std
 
 
 def rotary_angles(position: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

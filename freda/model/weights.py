@@ -16,20 +16,20 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from freda.config import LLAMA3_SCALING, MethodConfig, ModelConfig, from_dict
 from freda.data.tokenizer import Tokenizer, read_json, read_text
 from freda.errors import FredaError
-from freda.model.quantize import stays_packed, unpacked
 from freda.model.scorer import Scorer
+from freda.model.tensors import Part, fill_parts, read_safetensors, weight_files
 from freda.model.transformer import Transformer, rotary_frequencies
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,7 +96,10 @@ def resolve_model_folder(path: Path) -> Path:
 
 
 def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """The model in a model or run folder, every tensor read from it: nothing is left at a random value."""
+    """The model in a model or run folder, every tensor read from it: nothing is left at a random value.
+
+    On the device `meta` it has all but values: everything is checked, and `fill_model` reads what a process holds.
+    """
     folder = resolve_model_folder(path)
     with located(folder):
         values = read_json(folder / "config.json")
@@ -115,6 +118,16 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
     return LoadedModel(model, tokenizer, method, str(section["stage"]))
 
 
+def fill_model(folder: Path, parts: Mapping[str, Part]) -> None:
+    """Read parts of the weights of a model that `load_model` has found in the model folder, by their names in it."""
+    backbone = {hugging_face_name(name): part for name, part in parts.items() if not name.startswith("scorer.")}
+    scorer = {name.removeprefix("scorer."): part for name, part in parts.items() if name.startswith("scorer.")}
+    with located(folder):
+        fill_parts(weight_files(folder), backbone)
+        if scorer:
+            fill_parts([folder / SCORER_FILE], scorer)
+
+
 def _build(config: ModelConfig, blank_id: int, tensors: Mapping[str, Tensor]) -> Transformer:
     """A Transformer that holds `tensors` themselves; built without storage, because random weights take a while."""
     with torch.device("meta"):
@@ -127,7 +140,8 @@ def _build(config: ModelConfig, blank_id: int, tensors: Mapping[str, Tensor]) ->
 def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Scorer:
     """The Best-of-N scorer beside a model, checked against its width."""
     tensors = read_safetensors([path], device, dtype)
-    scorer = Scorer(config, last_layer=any(name.startswith("last_layer.") for name in tensors))
+    with torch.device("meta"):
+        scorer = Scorer(config, last_layer=any(name.startswith("last_layer.") for name in tensors))
     expected = {name: tuple(tensor.shape) for name, tensor in scorer.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):
@@ -137,7 +151,7 @@ def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dt
                 f"the model needs {expected.get(name, 'none')}; train the scorer again"
             )
     scorer.load_state_dict(tensors, assign=True)
-    scorer.inv_freq = scorer.inv_freq.to(device)
+    scorer.inv_freq = rotary_frequencies(config).to(device)
     return scorer
 
 
@@ -169,43 +183,7 @@ def _check_tokenizer(tokenizer: Tokenizer, section: Mapping[str, Any], config: M
         )
 
 
-# -- safetensors -----------------------------------------------------------------------------------------------------
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or the shards that an index names."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing or not names:
-            raise FredaError(f"half-written: {missing[0] if missing else 'weight_map'} of {index.name} is missing")
-        return [folder / name for name in names]
-    if any(folder.glob("pytorch_model*.bin")):
-        raise FredaError(
-            "its weights are a pickle (pytorch_model.bin), which is never read because it can run code; "
-            "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
-        )
-    raise FredaError("half-written: model.safetensors is missing; write or download the folder again")
-
-
-def read_safetensors(
-    paths: Sequence[Path], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """All tensors of some files, cast one by one so that only one is ever held twice."""
-    tensors = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    tensor = file.get_tensor(name)
-                    tensors[name] = tensor if stays_packed(name, tensor) else tensor.to(dtype=dtype)
-        except (SafetensorError, OSError) as error:
-            raise FredaError(f"{path.name} is damaged or half-written ({error}); write or download it again") from None
-    found = unpacked(tensors, dtype)
-    return {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
+# -- names and shapes ------------------------------------------------------------------------------------------------
 
 
 def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:

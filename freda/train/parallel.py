@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from freda.errors import AgreedError, FredaError, require
+from freda.model.tensors import Part
 from freda.model.transformer import Layer, Transformer
 
 T = TypeVar("T")
@@ -181,8 +182,8 @@ def _exact(name: str) -> bool:
 
 
 def shard(root: Root, dtype: str, device: torch.device, ranks: Ranks, *, reshard: bool) -> None:
-    """Leave each rank its part of every weight. With bfloat16, weights are gathered in it, the scorer's own excepted,
-    and gradients are summed in fp32."""
+    """Leave each rank its part of every weight, whether it has storage yet or not. With bfloat16, weights are gathered
+    in it, the scorer's own excepted, and gradients are summed in fp32."""
     mesh = init_device_mesh(device.type, (ranks.world,))
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -207,6 +208,19 @@ def release(root: Root) -> None:
 
 def _parts(root: Root) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def own_parts(model: Transformer) -> dict[str, Part]:
+    """Of every weight the rows that this rank holds, which are all where the model is not sharded."""
+    return {name: Part(own_part(weight.detach()), _first_row(weight)) for name, weight in model.named_parameters()}
+
+
+def _first_row(weight: Tensor) -> int:
+    """FSDP cuts the rows as `torch.chunk` does: equal pieces, of which the last may be short or missing."""
+    if not isinstance(weight, DTensor):
+        return 0
+    mesh, rows = weight.device_mesh, weight.shape[0]
+    return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
 
 
 def own_part(tensor: Tensor) -> Tensor:

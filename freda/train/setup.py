@@ -1,11 +1,15 @@
-"""What a run has before its first step: model, data, method and optimizer, checked against each other."""
+"""What a run has before its first step: model, data, method and optimizer, checked against each other.
+
+A model is put together without storage, cut among the processes, and only then given its weights: each process makes or
+reads the rows that it holds, a weight at a time, and none ever holds the whole.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -18,10 +22,10 @@ from freda.methods.method import Method
 from freda.model.attention import pick_backend
 from freda.model.rates import matmul_rate
 from freda.model.scorer import Scorer
-from freda.model.transformer import Transformer, pick_device
-from freda.model.weights import load_model
+from freda.model.transformer import Transformer, pick_device, rotary_frequencies
+from freda.model.weights import fill_model, load_model, resolve_model_folder
 from freda.train.optim import make_optimizer
-from freda.train.parallel import Ranks, Root, check_gpu, shard
+from freda.train.parallel import Ranks, Root, check_gpu, own_parts, shard
 
 T = TypeVar("T")
 
@@ -56,21 +60,52 @@ class Run:
         return result
 
 
+class Origin(NamedTuple):
+    """Where the weights of a run come from."""
+
+    folder: Path | None  # a model folder; None: from the seed
+    new_scorer: bool = False  # the folder has none: it comes from the seed
+
+
 def setup(config: Config, resume_from: Path | None = None, ranks: Ranks = Ranks()) -> Run:
     """Model, data and optimizer of a run, checked against each other; the weights of a checkpoint to resume from."""
     device = pick_device(config.train.device)
-    run = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
+    run, origin = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
     run.model.backend = pick_backend(config.train.attention, device)
     if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
         compile_layers(run.model, config.train.activations)
-    if ranks.world == 1:
-        run.model.to(device)
-    else:
+    if ranks.world > 1:
         shard(run.root, config.train.dtype, device, ranks, reshard=config.train.reshard)
+    run.root.to_empty(device=device)
+    ranks.agree(lambda: fill(run.model, origin, config.train.seed))
     run.optimizer = make_optimizer(run.model, config.train)  # over what each rank has
     if device.type == "cuda":
         run.matmul_rate = matmul_rate(device, torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32)
     return run
+
+
+@torch.no_grad()
+def fill(model: Transformer, origin: Origin, seed: int) -> None:
+    """Give a model that has nothing but storage its weights; of a sharded one, this rank's part of each."""
+    for module in (model, model.scorer):
+        if module is not None:  # buffers that are never stored
+            module.inv_freq = rotary_frequencies(model.config).to(model.inv_freq.device)
+    parts = own_parts(model)
+    if origin.folder is None:
+        for name, whole in model.random_weights(seed):
+            parts[name].tensor.copy_(parts[name].of(whole))
+        return
+    stored = {name: part for name, part in parts.items() if not (origin.new_scorer and name.startswith("scorer."))}
+    fill_model(origin.folder, stored)
+    if origin.new_scorer:
+        assert isinstance(model.scorer, Scorer)
+        for name, whole in model.scorer.random_weights(seed):
+            part = parts[f"scorer.{name}"]
+            part.tensor.copy_(part.of(whole))
+        if model.scorer.last_layer is not None:  # as the backbone's, whose rows are cut alike
+            for name, _ in model.scorer.last_layer.named_parameters():
+                beneath = parts[f"layers.{model.config.layers - 1}.{name}"]
+                parts[f"scorer.last_layer.{name}"].tensor.copy_(beneath.tensor)
 
 
 def compile_layers(model: Transformer, activations: float) -> None:
@@ -88,8 +123,8 @@ def compile_layers(model: Transformer, activations: float) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True)
 
 
-def _assemble(config: Config, resume_from: Path | None, device: torch.device, ranks: Ranks) -> Run:
-    """Everything that can be wrong, before anything is shared out."""
+def _assemble(config: Config, resume_from: Path | None, device: torch.device, ranks: Ranks) -> tuple[Run, Origin]:
+    """Everything that can be wrong, before anything is shared out; the model has no storage yet."""
     check_gpu(device, ranks)
     require(bool(config.data.path), "data.path is empty; name a folder made by freda prepare")
     shards, seq_len, seed = Path(config.data.path), config.data.seq_len, config.train.seed
@@ -99,14 +134,14 @@ def _assemble(config: Config, resume_from: Path | None, device: torch.device, ra
         align % block == 0,
         f"method.block_size {block} does not divide the shards' align {align}; prepare them with align={block}",
     )
-    model, tokenizer = _initial_model(config, resume_from)
+    model, tokenizer, origin = _initial_model(config, resume_from)
     rows.check_tokenizer(tokenizer)
     method = METHODS[config.method.name]
     if method.SCORES:
-        _freeze_for_scorer(model, config)
+        origin = origin._replace(new_scorer=_freeze_for_scorer(model, config))
     else:
         model.scorer = None  # it judged the drafts of a backbone that is about to change
-    return Run(
+    run = Run(
         config=replace(config, model=model.config),  # what the run has, not what was asked for
         method=method,
         model=model,
@@ -117,17 +152,18 @@ def _assemble(config: Config, resume_from: Path | None, device: torch.device, ra
         root=Root(model),
         ranks=ranks,
     )
+    return run, origin
 
 
-def _freeze_for_scorer(model: Transformer, config: Config) -> None:
-    """Stage II: only the scorer learns; a model without one gets a new one."""
+def _freeze_for_scorer(model: Transformer, config: Config) -> bool:
+    """Stage II: only the scorer learns; a model without one gets a new one. Did it?"""
     require(bool(config.train.init), "train.init is empty; best-of-n starts from a self-refine model")
     model.requires_grad_(False)
     wanted = config.method.scorer_layer
-    if model.scorer is None:
-        scorer = Scorer(model.config, last_layer=wanted)
-        scorer.init_weights(config.train.seed, model)
-        model.scorer = scorer
+    new = model.scorer is None
+    if new:
+        with torch.device("meta"):
+            model.scorer = Scorer(model.config, last_layer=wanted)
     assert isinstance(model.scorer, Scorer)
     require(
         (model.scorer.last_layer is not None) == wanted,
@@ -135,28 +171,30 @@ def _freeze_for_scorer(model: Transformer, config: Config) -> None:
         f"set it to {str(not wanted).lower()}, or start from the self-refine model",
     )
     model.scorer.requires_grad_(True)
+    return new
 
 
-def _initial_model(config: Config, resume_from: Path | None) -> tuple[Transformer, Tokenizer]:
-    """The checkpoint, the model to start from, or a new one: in this order."""
+def _initial_model(config: Config, resume_from: Path | None) -> tuple[Transformer, Tokenizer, Origin]:
+    """The checkpoint, the model to start from, or a new one: in this order. Without storage, but fit to be filled."""
     if resume_from is not None:
-        loaded = load_model(resume_from)
-        return loaded.model, loaded.tokenizer
+        loaded = load_model(resume_from, "meta")
+        return loaded.model, loaded.tokenizer, Origin(resume_from)
     if config.train.init:
-        loaded = load_model(Path(config.train.init))
+        folder = resolve_model_folder(Path(config.train.init))  # once: a run may write its next checkpoint meanwhile
+        loaded = load_model(folder, "meta")
         _check_shape(config.model, loaded.model.config)
         if METHODS[config.method.name].SCORES:
             _check_proposer(config, loaded.method)
-        return loaded.model, loaded.tokenizer
+        return loaded.model, loaded.tokenizer, Origin(folder)
     tokenizer = Tokenizer.load(Path(config.data.path))
     shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=tokenizer.size)
     require(
         shape.vocab_size >= tokenizer.size,
         f"model.vocab_size {shape.vocab_size} is below the tokenizer's {tokenizer.size}; use 0 to take the tokenizer's",
     )
-    model = Transformer(shape, tokenizer.blank_id)
-    model.init_weights(config.train.seed)
-    return model, tokenizer
+    with torch.device("meta"):
+        model = Transformer(shape, tokenizer.blank_id)
+    return model, tokenizer, Origin(None)
 
 
 def _check_proposer(config: Config, found: MethodConfig) -> None:

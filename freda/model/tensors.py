@@ -1,0 +1,97 @@
+"""Tensors of safetensors files: all of them, what they are without their values, or the rows that a process holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from freda.data.tokenizer import read_json
+from freda.errors import FredaError
+from freda.model.quantize import SCALE, stays_packed, unpacked
+
+
+class Part(NamedTuple):
+    """Rows of a weight, to be filled: those that this process holds, or all."""
+
+    tensor: Tensor  # (n, ...); n may be 0
+    first: int  # the weight's row that is the first of these
+
+    def of(self, whole: Any) -> Tensor:
+        """These rows of the whole weight, which may be a tensor or lie in a file."""
+        rows: Tensor = whole[self.first : self.first + self.tensor.shape[0]]
+        return rows
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: one, or the shards that an index names."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing or not names:
+            raise FredaError(f"half-written: {missing[0] if missing else 'weight_map'} of {index.name} is missing")
+        return [folder / name for name in names]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise FredaError(
+            "its weights are a pickle (pytorch_model.bin), which is never read because it can run code; "
+            "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+        )
+    raise FredaError("half-written: model.safetensors is missing; write or download the folder again")
+
+
+def read_safetensors(
+    paths: Sequence[Path], device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """All tensors of some files, cast one by one so that only one is ever held twice. On the device `meta` they have
+    shape and dtype and no values, which are not read."""
+    tensors = {}
+    described = torch.device(device).type == "meta"
+    for path in paths:
+        with _readable(path), safe_open(path, framework="pt", device="cpu" if described else str(device)) as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                tensor = _described(file.get_slice(name)) if described else file.get_tensor(name)
+                tensors[name] = tensor if stays_packed(name, tensor) else tensor.to(dtype=dtype)
+    found = unpacked(tensors, dtype)
+    return {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
+
+
+def fill_parts(paths: Sequence[Path], parts: Mapping[str, Part]) -> None:
+    """Give parts of tensors their values. All are in the files, under these names and as `read_safetensors` has them;
+    of the files no other rows are read, and of the parts one at a time is held twice."""
+    with contextlib.ExitStack() as stack:
+        holders: dict[str, tuple[Path, Any]] = {}
+        for path in paths:
+            with _readable(path):
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                holders |= dict.fromkeys(file.keys(), (path, file))
+        for name, part in parts.items():
+            if part.tensor.numel():
+                found = {key: _rows(*holders[key], key, part) for key in (name, name + SCALE) if key in holders}
+                part.tensor.copy_(unpacked(found, part.tensor.dtype)[name])
+
+
+def _rows(path: Path, file: Any, name: str, part: Part) -> Tensor:
+    with _readable(path):
+        return part.of(file.get_slice(name))
+
+
+def _described(stored: Any) -> Tensor:
+    """A tensor of a file without its values."""
+    shape = stored.get_shape()
+    return torch.empty(shape, dtype=stored[:0].dtype if shape else stored[...].dtype, device="meta")
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise FredaError(f"{path.name} is damaged or half-written ({error}); write or download it again") from None
