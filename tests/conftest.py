@@ -1,4 +1,4 @@
-"""Small things that many tests share: a tiny model, packed rows, a naive mask."""
+"""Small things that many tests share: tiny models, packed rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch
 
 from freda.config import MethodConfig, ModelConfig
 from freda.data.loader import Batch
+from freda.data.tokenizer import train_tokenizer
 from freda.model.transformer import Transformer
+from freda.model.weights import LoadedModel
 
 VOCAB, BLANK, EOS = 29, 28, 27
 
@@ -35,6 +37,19 @@ def tiny_model(seed: int = 0, **shape: object) -> Transformer:
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.25)
     return model
+
+
+def answering_model(
+    texts: list[str], vocab_size: int = 300, *, seed: int, method: str = "self-refine", **shape: int
+) -> LoadedModel:
+    """One layer of random weights with a tokenizer of `texts`; its embedding is so large that it answers something."""
+    tokenizer = train_tokenizer(texts, vocab_size)
+    values = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_dim": 48, **shape}
+    network = Transformer(ModelConfig(vocab_size=tokenizer.size, **values), tokenizer.blank_id)  # type: ignore[arg-type]
+    network.init_weights(seed)
+    with torch.no_grad():
+        network.embed_tokens.weight.mul_(20)
+    return LoadedModel(network, tokenizer, MethodConfig(name=method), "test")  # type: ignore[arg-type]
 
 
 def packed_batch(lengths: list[list[int]], seed: int = 0) -> Batch:

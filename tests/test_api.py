@@ -6,33 +6,25 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import freda
 from freda.cli import run
-from freda.config import MethodConfig, ModelConfig
-from freda.data.tokenizer import train_tokenizer
 from freda.decode.api import Completion, Model
 from freda.decode.batch import Pass, Request
 from freda.decode.generate import generate
 from freda.errors import FredaError
 from freda.methods import METHODS
-from freda.model.transformer import Transformer
 from freda.model.weights import load_model, save_model
+from tests.conftest import answering_model
 
 PROMPTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "", "a longer prompt that says nothing at all, but goes on"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = train_tokenizer([*PROMPTS, "The answer is 3."] * 20, 300)
-    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
-    model = Transformer(shape, tokenizer.blank_id)
-    model.init_weights(4)
-    with torch.no_grad():
-        model.embed_tokens.weight.mul_(20)
+    model, tokenizer, method, _ = answering_model([*PROMPTS, "The answer is 3."] * 20, seed=4)
     out = tmp_path_factory.mktemp("model") / "model"
-    save_model(out, model, tokenizer, MethodConfig(name="self-refine"), stage="test")
+    save_model(out, model, tokenizer, method, stage="test")
     return out
 
 

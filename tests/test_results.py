@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from freda.cli import run
-from freda.config import CorpusConfig, DecodeConfig, MethodConfig, ModelConfig
+from freda.config import CorpusConfig, DecodeConfig
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
-from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
 from freda.eval.compare import compare
 from freda.eval.evaluate import evaluate, fingerprint
@@ -24,19 +23,14 @@ from freda.eval.tasks import TASKS, gpqa, humaneval, math500, mbpp, mmlu, sums
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
+from tests.conftest import answering_model
 
 SHORT = DecodeConfig(max_new_tokens=9, passes=2, threshold=0.3)
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    tokenizer = train_tokenizer([p.document for p in problems("train", 50, steps=1, max_number=30, seed=0)], 300)
-    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
-    network = Transformer(shape, tokenizer.blank_id)
-    network.init_weights(3)
-    with torch.no_grad():
-        network.embed_tokens.weight.mul_(20)
-    return LoadedModel(network, tokenizer, MethodConfig(name="self-refine"), "test")
+    return answering_model([p.document for p in problems("train", 50, steps=1, max_number=30, seed=0)], seed=3)
 
 
 @pytest.fixture
@@ -220,13 +214,7 @@ def test_two_evaluations_are_compared_question_by_question(tmp_path: Path, capsy
 
 def test_questions_that_do_not_fit_are_wrong_and_the_others_go_on(tmp_path: Path) -> None:
     """A model of 64 positions: one prompt is longer than that, one leaves room for a few tokens only."""
-    tokenizer = train_tokenizer(["one two three four"] * 50, 300)
-    shape = ModelConfig(
-        vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48, max_positions=64
-    )
-    network = Transformer(shape, tokenizer.blank_id)
-    network.init_weights(0)
-    loaded = LoadedModel(network, tokenizer, MethodConfig(), "test")
+    loaded = answering_model(["one two three four"] * 50, seed=0, max_positions=64)
     prompts = ["one two", "#" * 60, "#" * 80, "two three"]
     examples = [Example(f"sums/{n}", prompt, "7", {"solution": ""}) for n, prompt in enumerate(prompts)]
     settings = DecodeConfig(max_new_tokens=20, passes=2, threshold=2.0)
@@ -235,19 +223,15 @@ def test_questions_that_do_not_fit_are_wrong_and_the_others_go_on(tmp_path: Path
     assert found["n"] == 4 and found["finish"]["error"] == 1
     assert lines[2]["finish"] == "error" and not lines[2]["correct"]
     assert "the model is made for 64" in lines[2]["reason"]
-    room = 64 - len(tokenizer.encode(prompts[1]))
+    room = 64 - len(loaded.tokenizer.encode(prompts[1]))
     assert 0 < lines[1]["tokens"] <= room < 20 and lines[3]["finish"] in ("stop", "length")
     assert found["device"] == "CPU" and isinstance(found["commit"], str)
 
 
 def test_fingerprints_see_signs_and_places() -> None:
-    tokenizer = train_tokenizer(["one two three four"] * 50, 300)
-    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
-    network = Transformer(shape, tokenizer.blank_id)
-    network.init_weights(0)
-    loaded = LoadedModel(network, tokenizer, MethodConfig(), "test")
+    loaded = answering_model(["one two three four"] * 50, seed=0)
     seen = [fingerprint(loaded)]
-    weight = network.layers[0].mlp.up_proj.weight
+    weight = loaded.model.layers[0].mlp.up_proj.weight
     assert seen[0] == fingerprint(loaded)
     with torch.no_grad():
         weight.neg_()
@@ -256,6 +240,6 @@ def test_fingerprints_see_signs_and_places() -> None:
         seen.append(fingerprint(loaded))
         weight[0, 0] += 1e-6
         seen.append(fingerprint(loaded))
-    network.bfloat16()
+    loaded.model.bfloat16()
     seen.append(fingerprint(loaded))
     assert len(set(seen)) == 5

@@ -15,10 +15,9 @@ import torch
 
 from freda import config as configs
 from freda.cli import run
-from freda.config import CorpusConfig, MethodConfig, ModelConfig, SweepConfig, SweepFile, SystemConfig
+from freda.config import CorpusConfig, MethodConfig, SweepConfig, SweepFile, SystemConfig
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
-from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
 from freda.eval import published
 from freda.eval import sweep as sweeps
@@ -46,8 +45,8 @@ from freda.eval.tasks import load_examples, mmlu, sums
 from freda.eval.tasks.task import Example, checksum
 from freda.methods import METHODS
 from freda.model.scorer import Scorer
-from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel, save_model
+from tests.conftest import answering_model
 
 SYSTEM = SystemConfig(models=("x",))
 SMALL = SweepConfig(tasks=("sums",), passes=(1, 2, 5), thresholds=(0.5, 0.9), taus=(0.0, 0.1), widths=(2, 4))
@@ -349,17 +348,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = CorpusConfig(steps=1, max_number=30)
     Manifest({"corpus": {"generator": 1, **dataclasses.asdict(corpus)}}, 8, 0, 0, "", {}).write(out)
     texts = [problem.document for problem in problems("train", 50, steps=1, max_number=30, seed=0)]
-    tokenizer = train_tokenizer(texts, 300)
-    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
     for name in ("autoregressive", "block-diffusion", "self-refine", "best-of-n"):
-        model = Transformer(shape, tokenizer.blank_id)
-        model.init_weights(1)
-        with torch.no_grad():
-            model.embed_tokens.weight.mul_(20)
+        model, tokenizer, method, _ = answering_model(texts, seed=1, method=name)
         if name == "best-of-n":
-            model.scorer = Scorer(shape)
+            model.scorer = Scorer(model.config)
             model.scorer.init_weights(1, model)
-        save_model(out / name, model, tokenizer, MethodConfig(name=name), stage="test")  # type: ignore[arg-type]
+        save_model(out / name, model, tokenizer, method, stage="test")
     return out
 
 

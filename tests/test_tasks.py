@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from freda.cli import run
-from freda.config import CorpusConfig, DecodeConfig, MethodConfig, MiniConfig, ModelConfig
+from freda.config import CorpusConfig, DecodeConfig, MiniConfig
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
@@ -23,8 +22,8 @@ from freda.eval.evaluate import evaluate
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, load_examples, math500, mbpp, mmlu, sums
 from freda.eval.tasks.task import Example, checksum, json_rows
-from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel, save_model
+from tests.conftest import answering_model
 
 QUESTIONS = [
     {"question": "Ben has 3 boats and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7 boats.\n#### 7"},
@@ -335,13 +334,7 @@ def test_files_that_are_not_the_benchmark_are_refused(data: Path) -> None:
 def model(tmp_path: Path, data: Path) -> LoadedModel:
     """A tiny random model whose tokenizer knows the answer letters."""
     texts = ["Answer: A", "Answer: B", "Answer: C", "Answer: D"] * 50 + [e.prompt for e in gsm8k.load(data)]
-    tokenizer = train_tokenizer(texts, 330)
-    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
-    network = Transformer(shape, tokenizer.blank_id)
-    network.init_weights(3)
-    with torch.no_grad():
-        network.embed_tokens.weight.mul_(20)
-    return LoadedModel(network, tokenizer, MethodConfig(name="self-refine"), "test")
+    return answering_model(texts, 330, seed=3)
 
 
 SHORT = DecodeConfig(max_new_tokens=12, passes=2, threshold=0.3)
