@@ -1,16 +1,14 @@
-"""lm-evaluation-harness asks what we ask, hears the same answers and comes to the same verdicts."""
+"""lm-evaluation-harness hears from a model what we hear, and `freda eval --harness` compares."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import gzip
 import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,238 +17,27 @@ import pytest
 import torch
 
 from freda.cli import run
-from freda.config import CorpusConfig, DecodeConfig, MethodConfig, MiniConfig, ModelConfig
-from freda.data.shards import Manifest
+from freda.config import DecodeConfig, MethodConfig, ModelConfig
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
-from freda.eval import harness
 from freda.eval.evaluate import evaluate
-from freda.eval.harness import Answerer, harness_line, make_lm, run_task
-from freda.eval.harness_tasks import HARNESS_TASKS
+from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
-from freda.eval.tasks import TASKS, gpqa, gsm8k
+from freda.eval.tasks import TASKS, gsm8k
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel, save_model
+from tests.benchmarks import write_lines, written
 
 pytest.importorskip("lm_eval")
 
-ODD = " {{7 * 7}} {% raw %} 'a' \"b\" <c> & naïve — π\t"  # nothing of it may be taken for a template, or changed
 SHORT = DecodeConfig(max_new_tokens=24, passes=2, threshold=0.3)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The layout of the real files, with questions that are hard to copy."""
     folder = tmp_path_factory.mktemp("benchmarks")
-    counts = {"gsm8k": 16, "math500": 6, "humaneval": 3, "humaneval_plus": 3, "mbpp": 7, "gpqa_diamond": 12}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)  # runs programs for a second
-        for name, count in {**counts, "mmlu": 5, "sums": 16, "mini_math": 16, "mini_code": 3, "mini_logic": 5}.items():
-            patch.setattr(TASKS[name], "ROWS", count)
-            patch.setattr(TASKS[name], "CHECKSUM", "")  # these are not the published questions
-        patch.setattr(TASKS["mmlu"], "SUBJECTS", 2)
-        write_texts(folder)
-        write_programs(folder)
-        write_choices(folder)
-        corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
-        mini = {"generator": 1, **dataclasses.asdict(MiniConfig())}
-        Manifest({"corpus": corpus, "mini": mini}, 8, 0, 0, "", {}).write(folder)
+    with written(folder):
         yield folder
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-
-
-def write_texts(folder: Path) -> None:
-    sums = [
-        {"question": f"{n}{ODD} and {n}?", "answer": f"It is <<{n}+{n}={2 * n}>>.\n#### 1,{n:03}"} for n in range(16)
-    ]
-    write_lines(folder / "gsm8k" / "test.jsonl", sums)
-    answers = [r"\frac{1}{2}", r"\$32,\!348", r"(-\infty, 3]", r"\{1, 2\}", "[2, 5]", "7"]
-    maths = [{"problem": f"{a}{ODD}", "solution": f"So $\\boxed{{{a}}}$.", "answer": a} for a in answers]
-    write_lines(folder / "math500" / "test.jsonl", maths)
-    shots = [{"question": f"What is {n}{ODD}?", "target": f"{n}. The answer is {n}."} for n in range(8)]
-    solved = [
-        {"problem": f"{n}?{ODD}", "solution": f"[{n}] The final answer is ${n}$. I hope it is correct."}
-        for n in range(6)
-    ]
-    for name, samples in (("gsm8k_cot_8shot", shots), ("minerva_math_4shot", solved)):
-        (folder / "fewshot").mkdir(exist_ok=True)
-        (folder / "fewshot" / f"{name}.json").write_text(json.dumps({"samples": samples}))
-
-
-def write_programs(folder: Path) -> None:
-    functions = [
-        {
-            "task_id": f"Own/{n}",
-            "prompt": f'def add(x):\n    """{n}{ODD}"""\n',
-            "canonical_solution": f"    return x + {n}\n",
-            "entry_point": "add",
-            "test": f"def check(candidate):\n    assert candidate(3) == {n + 3}\n",
-        }
-        for n in range(3)
-    ]
-    inputs = {"base_input": [[3]], "plus_input": [[0], [-2.5], [10**30]], "atol": 0}
-    write_lines(folder / "humaneval" / "HumanEval.jsonl.gz", functions)
-    write_lines(folder / "humanevalplus" / "HumanEvalPlus.jsonl.gz", [{**row, **inputs} for row in functions])
-    programs = [
-        {
-            "task_id": n,
-            "text": f"Write a function to add {n}.{ODD}",
-            "code": f"def add(x):\r\n    return x + {n} + extra",
-            "test_list": [f"assert add(1) == {n + 2}"] * (1 + n % 4),
-            "test_setup_code": "extra = 1",
-        }
-        for n in (2, 3, 4, 10, 11, 12, 511)
-    ]
-    write_lines(folder / "mbpp" / "mbpp.jsonl", programs)
-
-
-def write_choices(folder: Path) -> None:
-    for name, sizes in (("dev", (6, 7)), ("test", (3, 2))):
-        (folder / "mmlu" / name).mkdir(parents=True)
-        for subject, size in zip(("boats", "old_ships"), sizes, strict=True):
-            with open(folder / "mmlu" / name / f"{subject}_{name}.csv", "w", newline="", encoding="utf-8") as file:
-                options = ("NA", "0.50", " two\nlines ", ODD)  # as they are, not as a table reader understands them
-                rows = [[f" {n}{ODD}", *options, "ABCD"[n % 4]] for n in range(size)]
-                csv.writer(file).writerows(rows)
-    (folder / "gpqa").mkdir()
-    with open(folder / "gpqa" / "gpqa_diamond.csv", "w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(["Id", *gpqa.COLUMNS])
-        table.writerows([[n, f"{n}{ODD}", f"right {n} ", "NA", f"{ODD}b", "1e3"] for n in range(12)])
-
-
-# -- questions and verdicts, without a model -------------------------------------------------------------------------
-
-
-class Oracle(Answerer):
-    """Says what the test wants; `answer` makes a text, or a letter to prefer, of a question's number."""
-
-    answer: Callable[[int], str]
-
-    def generate_until(self, requests: Any) -> list[str]:
-        return [self.answer(number) for number in range(len(requests))]
-
-    def loglikelihood(self, requests: Any) -> list[tuple[float, bool]]:
-        return [(float(request.args[1] == self.answer(number // 4)), True) for number, request in enumerate(requests)]
-
-
-def ask(
-    name: str, data: Path, place: Path, answer: Callable[[int], str], monkeypatch: pytest.MonkeyPatch, limit: int = 0
-) -> tuple[dict[str, Any], list[bool]]:
-    """What run_task says when a model answers so, and its verdict on every question."""
-    from lm_eval.api.model import LM
-
-    verdicts: list[bool] = []
-    samples_of = harness._samples
-
-    def kept(*arguments: Any) -> Any:
-        samples = samples_of(*arguments)
-        verdicts.extend(sample["correct"] for sample in samples)
-        return samples
-
-    oracle = type("Asked", (Oracle, LM), {"answer": staticmethod(answer)})
-    monkeypatch.setattr(harness, "make_lm", lambda *arguments: oracle(*arguments))
-    monkeypatch.setattr(harness, "_samples", kept)
-    monkeypatch.setattr(harness, "about_model", lambda loaded: {"model": "none", "dtype": "none"})
-    examples = TASKS[name].load(data)[: limit or None]
-    loaded = SimpleNamespace(method=MethodConfig(name="self-refine"))
-    found = run_task(loaded, name, examples, place, data=data, settings=SHORT)  # type: ignore[arg-type]
-    return found, verdicts
-
-
-def test_every_task_of_ours_is_one_of_the_harness() -> None:
-    assert HARNESS_TASKS.keys() == TASKS.keys()
-
-
-@pytest.mark.parametrize("name", HARNESS_TASKS)
-def test_prompts_are_ours_byte_for_byte_and_references_are_right(
-    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task, examples = TASKS[name], TASKS[name].load(data)
-    wrong = " Z" if task.CHOICES else " Nobody knows."
-
-    def answer(number: int) -> str:
-        """Right where the number is odd; a wrong letter is another one than A, which would win a draw."""
-        if number % 2 or (task.CHOICES and examples[number].gold == "A"):
-            return task.reference(examples[number])
-        return wrong
-
-    right = [bool(number % 2) or (bool(task.CHOICES) and e.gold == "A") for number, e in enumerate(examples)]
-    found, verdicts = ask(name, data, tmp_path / name, answer, monkeypatch)
-    assert found["prompts_equal"] == found["n"] == len(examples) > 1
-    assert verdicts == right and 0 < sum(right) < len(right)
-    assert found["accuracy"] == pytest.approx(sum(right) / len(right)), "every question counts once"
-    assert json.loads((tmp_path / name / "harness.json").read_text()) == found
-
-
-def test_a_limit_cuts_through_the_subjects(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in (2, 4):
-        found, _ = ask("mmlu", data, tmp_path, lambda number: " A", monkeypatch, limit)
-        assert found["prompts_equal"] == found["n"] == limit
-
-
-def test_prompts_that_differ_are_counted(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = gsm8k.load
-    monkeypatch.setattr(gsm8k, "load", lambda folder: [e._replace(prompt=e.prompt + " ") for e in original(folder)])
-    assert ask("gsm8k", data, tmp_path, str, monkeypatch)[0]["prompts_equal"] == 0
-
-
-NUMBERS = [  # with the gold 1,000 + n in place of @
-    " It is so. The answer is @.",
-    " The answer is $@.00.",
-    " The answer is: @, I think. Or 8?",
-    " The answer is 0@",
-    " The answer is 8. No: the answer is @.",
-    " The answer is @. The answer is 8.",
-    " It is @",
-    " the answer is @",
-    " The answer is @.5.",
-    " The answer is -@.",
-    "",
-    " The answer is @ or 9",
-    " The answer is\n@.\n",
-    " The answer is @apples. The answer is 1,2.",
-    " So 12 = 7 and @.0",
-    " The answer is ,@",
-]
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "sums"])
-def test_numbers_are_found_and_compared_as_ours(
-    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task, examples = TASKS[name], TASKS[name].load(data)
-    texts = [text.replace("@", example.gold) for text, example in zip(NUMBERS, examples, strict=False)]
-    found, verdicts = ask(name, data, tmp_path, lambda number: texts[number], monkeypatch)
-    ours = task.grade_all(examples, texts)
-    assert verdicts == [one.correct for one in ours] and 2 < sum(verdicts) < len(verdicts) - 2
-    if name == "gsm8k":
-        flexible = sum(one.also["flexible"] for one in ours) / len(ours)
-        assert found["metrics"]["exact_match,flexible-extract"] == pytest.approx(flexible) != found["accuracy"]
-
-
-def test_mathematics_is_found_and_compared_as_ours(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = TASKS["math500"].load(data)
-    texts = [
-        " The final answer is $0.5$. I hope not. The final answer is $3$.",
-        " $\\boxed{32348}$",
-        " $\\boxed{(-\\infty,3]}$ or $\\boxed{(-\\infty,3",  # the last one is not whole, so there is none
-        " $\\boxed{1}$ no, $\\boxed{\\{2, 1\\}}$.",
-        " Final Answer: the final answer is: $[2,5]$\n",
-        " So we have 7",  # math-verify alone takes the last number
-    ]
-    found, verdicts = ask("math500", data, tmp_path, lambda number: texts[number], monkeypatch)
-    assert verdicts == [one.correct for one in TASKS["math500"].grade_all(examples, texts)]
-    assert verdicts == [True, True, False, True, True, False]
-    assert found["metrics"]["math_verify,whole-text"] > found["accuracy"]
-
-
-# -- a model ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
