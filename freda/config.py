@@ -256,7 +256,7 @@ class TrainConfig:
     wandb: str = knob("", "project of Weights & Biases to send the metrics to; empty sends nothing")
     device: str = knob("auto", "auto, cpu or cuda")
     dtype: Literal["float32", "bfloat16"] = knob("float32", "compute precision; master weights are always float32")
-    attention: Literal["auto", "sdpa", "flex"] = knob("auto", "auto is flex on CUDA, sdpa elsewhere")
+    attention: Literal["auto", "sdpa", "flex", "staircase"] = knob("auto", "auto is staircase on CUDA, sdpa elsewhere")
     compile: Literal["auto", "on", "off"] = knob("auto", "compile the layers; auto does on CUDA")
     activations: float = knob(1.0, "compiled layers: share of activations kept for backward; the rest is recomputed")
     reshard: bool = knob(True, "several processes: free a layer's weights after each forward; false gathers less often")

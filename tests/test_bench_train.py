@@ -19,7 +19,12 @@ from freda.model.shapes import SHAPES
 def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "bench.json"
     command = ["bench", "train", "--shape", "tiny", "--rows", "2", "--seq-len", "64", "--documents", "2"]
-    assert run([*command, "--passes", "1", "--passes", "2", "--compare", "--device", "cpu", "--out", str(out)]) == 0
+    assert (
+        run(
+            [*command, "--passes", "1", "--passes", "2", "--compare", "--profile", "--device", "cpu", "--out", str(out)]
+        )
+        == 0
+    )
     shown, found = capsys.readouterr().out, json.loads(out.read_text())
     assert [row["passes"] for row in found["steps"]] == [1, 2]
     for row in [*found["steps"], *found["compare"]]:
@@ -27,6 +32,7 @@ def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert row["tokens_per_s"] == pytest.approx(2 * 64 / row["seconds"])
     assert found["mean_share"] == pytest.approx(sum(row["share"] for row in found["steps"]) / 2)
     assert found["steps"][1]["tflops"] > found["steps"][0]["tflops"] == found["compare"][0]["tflops"]
+    assert sum(found["profile"]["kinds_ms"].values()) > 0 and found["profile"]["kernels"][0]["calls"] >= 1
     assert [row["variant"] for row in found["compare"]] == ["as it is", "eager layers", "dense mask", "full logits"]
     assert "| a pass without gradient |" in shown and "| full logits |" in shown and "share of the matmul rate" in shown
 
@@ -54,6 +60,6 @@ def test_limits_are_measured() -> None:
 )
 def test_what_cannot_be_measured(arguments: dict[str, object], message: str) -> None:
     settings = {"seq_len": 64, "rows": 1, "documents": 2, "passes": (1,), "method": "self-refine", "activations": 1.0}
-    settings |= {"compare": False, "device": "cpu", "shape": "tiny"} | arguments
+    settings |= {"compare": False, "profile": False, "device": "cpu", "shape": "tiny"} | arguments
     with pytest.raises(FredaError, match=message):
         bench_train(**settings)  # type: ignore[arg-type]

@@ -213,7 +213,7 @@ def test_validation_counts_the_choice_among_candidates_and_truth(batch: Batch) -
             ids = batch.tokens[row : row + 1, None].clone()
             ids[0, 0, span] = text
             alpha = log_p[row].gather(-1, ids[0, 0, :, None]).exp()[None, None, :, 0]
-            one = Batch(*(part[row : row + 1] for part in batch))
+            one = batch.map(lambda part, row=row: part[row : row + 1])  # type: ignore[misc]
             score = scores_of(model, one, Slots(ids, alpha, torch.zeros(1), torch.ones(1)), SETTINGS)[0, place // 4, 0]
             likely = log_p[row, span].gather(-1, text[:, None]).sum()
             for tau, list_ in values.items():

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
-from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.decode.generate import Request, generate
 from freda.methods import METHODS
@@ -53,7 +53,7 @@ def model_for(name: str, **shape: object) -> Transformer:
 @pytest.mark.parametrize("name", ALL[:3])
 def test_flex_equals_sdpa_with_gradients(name: str) -> None:
     """The fast attention against the dense one: loss and every gradient, over packed documents and padding."""
-    batch = Batch(*(part.cuda() for part in packed_batch([[64, 128, 32], [200, 16], [96]])))
+    batch = packed_batch([[64, 128, 32], [200, 16], [96]]).map(Tensor.cuda)
     step = Step(seed=1, step=0, row=torch.arange(3), progress=0.0, passes=2)
     found = {}
     for backend in ("sdpa", "flex"):
@@ -70,7 +70,7 @@ def test_flex_equals_sdpa_with_gradients(name: str) -> None:
 
 def test_flex_equals_sdpa_for_packed_slots() -> None:
     """The same slots under both: drawn twice, a rounding error could make another draw of a negative."""
-    batch, config = Batch(*(part.cuda() for part in packed_batch([[64, 128, 32], [200, 16], [96]]))), MethodConfig()
+    batch, config = packed_batch([[64, 128, 32], [200, 16], [96]]).map(Tensor.cuda), MethodConfig()
     step = Step(seed=1, step=0, row=torch.arange(3), progress=0.0, passes=2)
     found = {}
     slots = None
@@ -115,9 +115,9 @@ def test_prefetched_batches_are_pinned_and_the_same(tmp_path: Path) -> None:
     with loop.prefetch(run, 2) as ahead:
         for step in range(2, 20):
             for batch, direct in zip(ahead.take(step), loop.read_batches(run, step), strict=True):
-                assert all(part.is_pinned() for part in batch)
+                assert all(part.is_pinned() for part in batch[:4])
                 copied = loop.to_device(batch, run.device)
-                assert all(torch.equal(one.cpu(), two) for one, two in zip(copied, direct, strict=True))
+                assert all(torch.equal(one.cpu(), two) for one, two in zip(copied[:4], direct[:4], strict=True))
 
 
 def test_training_in_bfloat16_with_flex(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_compiled_layers_equal_eager_ones(name: str) -> None:
         if compiled:
             compile_layers(model, 1.0)
         for seed, lengths in enumerate(([[1024, 1024], [2048]], [[512, 1536], [1024, 960]])):
-            batch = Batch(*(part.cuda() for part in packed_batch(lengths, seed)))
+            batch = packed_batch(lengths, seed).map(Tensor.cuda)
             step = Step(seed=1, step=seed, row=torch.arange(2), progress=0.0, passes=2)
             loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
             loss.backward()

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def equal(one: Batch, two: Batch) -> bool:
-    return all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
+    return all(torch.equal(left, right) for left, right in zip(one[:4], two[:4], strict=True))
 
 
 def tokens_of(batch: Batch) -> list[tuple[int, ...]]:
@@ -62,7 +62,7 @@ def test_a_batch_depends_on_its_arguments_alone(folder: Path) -> None:
     assert equal(loader.batch(5, 3), wanted)
     assert equal(Loader(folder, "train", seq_len=32, seed=1).batch(5, 3), wanted)  # ... nor the object matters
     rows = [loader.batch(5 + offset, 1) for offset in range(3)]
-    assert equal(Batch(*(torch.cat(parts) for parts in zip(*rows, strict=True))), wanted)  # nor how rows are grouped
+    assert equal(Batch.cat(rows), wanted)  # nor how rows are grouped
 
 
 def test_a_batch_is_the_callers(folder: Path) -> None:
@@ -99,8 +99,8 @@ def test_no_rows(folder: Path) -> None:
 
 def test_shapes_and_types(folder: Path) -> None:
     batch = Loader(folder, "train", seq_len=32, seed=1).batch(0, 3)
-    assert [part.dtype for part in batch] == [torch.int64, torch.int32, torch.int32, torch.bool]
-    assert all(part.shape == (3, 32) for part in batch)
+    assert [part.dtype for part in batch[:4]] == [torch.int64, torch.int32, torch.int32, torch.bool]
+    assert all(part.shape == (3, 32) for part in batch[:4])
 
 
 def test_one_row_written_out(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def documents_in(batch: Batch) -> list[tuple[list[int], list[bool]]]:
     for row in range(len(batch.tokens)):
         previous = -1
         for column in range(batch.tokens.shape[1]):
-            token, document, position, fill = (part[row, column].item() for part in batch)
+            token, document, position, fill = (part[row, column].item() for part in batch[:4])
             if document == -1:
                 assert (token, position, fill) == (EOS, 0, False)
                 assert not (batch.document[row, column:] != -1).any()
@@ -359,3 +359,14 @@ def test_prepared_documents_come_out_as_text(tmp_path: Path) -> None:
     shard = Documents(tmp_path, "train", manifest)
     assert texts == {tokenizer.decode(shard.document(index).tolist()) for index in range(60)}
     assert all(text.startswith("Q: ") and text.endswith(".") for text in texts)
+
+
+def test_rows_of_one_document_are_known(tmp_path: Path, folder: Path) -> None:
+    """The masks of such rows are simpler; the loader says so, and says it of no other."""
+    loader = Loader(folder, "train", seq_len=32, seed=1)
+    said = [loader.batch(row, 1) for row in range(loader.rows)]
+    assert {batch.one_document for batch in said} == {True, False}
+    for batch in said:
+        assert batch.one_document == (int(batch.document.max()) <= 0)
+    both = loader.batch(0, loader.rows)
+    assert not both.one_document and both.map(lambda part: part[:1]).tokens.shape == (1, 32)

@@ -161,7 +161,7 @@ def test_documents_do_not_see_each_other(model: Transformer, settings: MethodCon
     """The loss of packed documents is the sum of the losses of each alone."""
     batch, method = packed_batch([[8, 12]]), METHODS[name]
     config = MethodConfig(block_size=4, noise_min=1.0, replacement_start=0, replacement_end=0)  # no row-keyed noise
-    parts = [Batch(*(part[:, begin:end] for part in batch)) for begin, end in ((0, 8), (8, 20))]
+    parts = [Batch(*(part[:, begin:end] for part in batch[:4])) for begin, end in ((0, 8), (8, 20))]
     whole, *alone = (method.loss(model, part, config, at(part, passes=2)) for part in (batch, *parts))
     torch.testing.assert_close(whole, alone[0] + alone[1])
 

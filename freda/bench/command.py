@@ -50,6 +50,7 @@ def bench_train(
     method: Annotated[str, typer.Option(help="self-refine, block-diffusion or autoregressive.")] = "self-refine",
     activations: Annotated[float, typer.Option(help="Share of activations kept for backward.")] = 1.0,
     compare: Annotated[bool, typer.Option("--compare", help="Add plain variants, each in the same run.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Add the time of every kind of kernel.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
 ) -> None:
@@ -58,7 +59,8 @@ def bench_train(
     from freda.bench.train import table_lines
 
     load = {"seq_len": seq_len, "rows": rows, "documents": documents, "passes": passes, "method": method}
-    found = measure(shape, **load, activations=activations, compare=compare, device=device, note=note)  # type: ignore[arg-type]
+    more = {"compare": compare, "profile": profile}
+    found = measure(shape, **load, **more, activations=activations, device=device, note=note)  # type: ignore[arg-type]
     _report(found, table_lines(found), out)
 
 

@@ -21,12 +21,11 @@ from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
 from freda.methods import METHODS
-from freda.methods.draft import CleanHalf, clean_half
+from freda.methods.draft import CleanHalf, clean_half, clean_mask, draft_mask
 from freda.methods.method import Step
 from freda.methods.self_refine import initial_draft, refine
 from freda.model import head
-from freda.model.attention import attend, make_mask, pick_backend
-from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.attention import attend, pick_backend
 from freda.model.rates import about, matmul_rate, seconds
 from freda.model.shapes import QWEN3_BLANK, SHAPES
 from freda.model.transformer import Transformer, pick_device
@@ -71,7 +70,8 @@ class RandomRows:
         length = self.load.lengths[0]
         place = torch.arange(self.load.seq_len, dtype=torch.int32).expand(shape)
         tokens = torch.randint(0, self.blank, shape, generator=generator)
-        return Batch(tokens, place // length, place % length, torch.zeros(shape, dtype=torch.bool))
+        none = torch.zeros(shape, dtype=torch.bool)
+        return Batch(tokens, place // length, place % length, none, one_document=self.load.documents == 1)
 
 
 def bench_train(
@@ -84,6 +84,7 @@ def bench_train(
     method: str,
     activations: float,
     compare: bool,
+    profile: bool,
     device: str,
     note: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def bench_train(
     table = [_step_row(run, load, t, rate, note) for t in passes]
     peak = torch.cuda.max_memory_allocated(place) / 1e9 if place.type == "cuda" else None
     parts = _parts(run, load, note) if method == "self-refine" else []
-    found = {
+    found: dict[str, Any] = {
         **about(place),
         "shape": shape,
         "rows": rows,
@@ -118,6 +119,8 @@ def bench_train(
         "mean_share": statistics.fmean(row["share"] for row in table),
         "parts": parts,
     }
+    if profile:
+        found["profile"] = _profile(run, note)
     if compare:
         del run
         found["compare"] = list(_compared(load, place, dtype, rate, note))
@@ -246,19 +249,53 @@ def _attention(model: Transformer, batch: Batch, *, backward: bool) -> None:
     """Attention of both halves, as often as there are layers."""
     shape, device, dtype = model.config, batch.tokens.device, model.head_weight.dtype
     rows, length = batch.tokens.shape
-    clean = clean_tokens(batch.document, batch.position, 4)
-    draft = draft_tokens(batch.document, batch.position, 4)
-    for queries, keys in ((clean, clean), (draft, concat(clean, draft))):
-        mask = make_mask(queries, keys, model.backend)
-        sizes = ((shape.heads, length), *((shape.kv_heads, keys.document.shape[1]),) * 2)
-        q, k, v = (
-            torch.randn(rows, h, n, shape.head_dim, device=device, dtype=dtype, requires_grad=backward)
-            for h, n in sizes
-        )
+    q, *others = (
+        torch.randn(rows, length, heads, shape.head_dim, device=device, dtype=dtype)
+        .transpose(1, 2)
+        .requires_grad_(backward)
+        for heads in (shape.heads, *(shape.kv_heads,) * 4)
+    )
+    clean, own = (others[0], others[1]), (others[2], others[3])
+    for new, past, mask in ((clean, None, clean_mask(model, batch, 4)), (own, clean, draft_mask(model, batch, 4))):
         for _ in range(shape.layers):
-            out = attend(q, k, v, mask)
+            out = attend(q, new, past, mask)
             if backward:
-                torch.autograd.grad(out, (q, k, v), out)
+                torch.autograd.grad(out, (q, *new, *(past or ())), out)
+
+
+# -- where the time goes ----------------------------------------------------------------------------------------------
+
+KINDS = (  # of kernels, by a part of their names; the first that fits
+    ("attention", ("sdpa", "fmha", "flash", "flex_attention", "_merge", "_gradients", "cudnn")),
+    ("matrix products", ("gemm", "nvjet", "cutlass", "xmma", "splitK")),
+    ("optimizer, casts and norms of gradients", ("multi_tensor", "adam", "lpnorm")),
+    ("loss", ("_kernel",)),
+    ("fused elementwise", ("triton_",)),
+)
+
+
+def _profile(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
+    """One step with one pass: milliseconds by kind of kernel, and the longest kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run.config = replace(run.config, method=replace(run.config.method, passes=1))
+    cuda = run.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
+    loop.take_step(run, 0)
+    with profile(activities=[activity]) as seen:
+        loop.take_step(run, 1)
+        if cuda:
+            torch.cuda.synchronize()
+    spent = {
+        row.key: ((row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e3, row.count)
+        for row in seen.key_averages()
+    }
+    kinds = dict.fromkeys([kind for kind, _ in KINDS] + ["other"], 0.0)
+    for name, (time, _) in spent.items():
+        kinds[next((kind for kind, parts in KINDS if any(part in name for part in parts)), "other")] += time
+    longest = sorted(spent.items(), key=lambda item: -item[1][0])[:30]
+    note("profiled a step")
+    return {"kinds_ms": kinds, "kernels": [{"name": n[:120], "ms": ms, "calls": c} for n, (ms, c) in longest]}
 
 
 # -- the plain twins -------------------------------------------------------------------------------------------------
@@ -269,12 +306,10 @@ def _compared(
 ) -> Iterator[dict[str, Any]]:
     """Steps of one pass: as they are, and with one thing at a time done plainly."""
     one = replace(load, passes=(1,))
-    for name, variant in (
-        ("as it is", _as_it_is),
-        ("eager layers", _eager),
-        ("dense mask", _dense),
-        ("full logits", _full),
-    ):
+    variants = [("as it is", _as_it_is), ("eager layers", _eager), ("dense mask", _dense), ("full logits", _full)]
+    if device.type == "cuda":  # elsewhere it has no backward
+        variants.insert(2, ("flex attention", _flex))
+    for name, variant in variants:
         note(name)
         try:
             with variant(one, device, dtype) as run:
@@ -295,6 +330,13 @@ def _as_it_is(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[
 @contextlib.contextmanager
 def _eager(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
     yield make_run(load, device, dtype, compiled=False)
+
+
+@contextlib.contextmanager
+def _flex(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
+    run = make_run(load, device, dtype)
+    run.model.backend = "flex"
+    yield run
 
 
 @contextlib.contextmanager
@@ -338,6 +380,9 @@ def table_lines(found: dict[str, Any]) -> list[str]:
     if found["parts"]:
         lines += ["", "| part | ms |", "|---|---:|"]
         lines += [f"| {part['part']} | {1e3 * part['seconds']:.1f} |" for part in found["parts"]]
+    if "profile" in found:
+        lines += ["", "| kernels of a step with 1 pass | ms |", "|---|---:|"]
+        lines += [f"| {kind} | {ms:.1f} |" for kind, ms in found["profile"]["kinds_ms"].items()]
     if "compare" in found:
         lines += ["", "| variant, 1 pass | ms | clean tokens/s | share of the matmul rate |", "|---|---:|---:|---:|"]
         lines += [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -39,6 +39,23 @@ class Batch(NamedTuple):
     document: Tensor  # (R, L) int32: index of the document within its row; -1 on padding
     position: Tensor  # (R, L) int32: position within the document; 0 on padding
     fill: Tensor  # (R, L) bool: EOS behind the EOS that ends a document, up to the next multiple of align
+    one_document: bool = False  # every row is one document from its first place on; kept on the host, for the masks
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """`function` of every tensor."""
+        tokens, document, position, fill, one_document = self
+        return Batch(function(tokens), function(document), function(position), function(fill), one_document)
+
+    @staticmethod
+    def cat(batches: Sequence[Batch]) -> Batch:
+        """The rows of all of them."""
+        return Batch(
+            tokens=torch.cat([batch.tokens for batch in batches]),
+            document=torch.cat([batch.document for batch in batches]),
+            position=torch.cat([batch.position for batch in batches]),
+            fill=torch.cat([batch.fill for batch in batches]),
+            one_document=all(batch.one_document for batch in batches),
+        )
 
 
 class Loader:
@@ -73,7 +90,13 @@ class Loader:
             epoch, place = divmod(first_row + offset, self.rows)
             number = int(self._order(epoch)[place])
             self._read_row(number, tokens[offset], document[offset], position[offset], fill[offset])
-        return Batch(*(torch.from_numpy(array) for array in (tokens, document, position, fill)))
+        return Batch(
+            tokens=torch.from_numpy(tokens),
+            document=torch.from_numpy(document),
+            position=torch.from_numpy(position),
+            fill=torch.from_numpy(fill),
+            one_document=bool((document <= 0).all()),
+        )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """A model must read the ids as the tokenizer of the shards wrote them."""
@@ -144,7 +167,7 @@ def pinned(batch: Batch, device: torch.device) -> Batch:
     if device.type != "cuda":
         return batch
     with torch.cuda.device(device):  # a new thread is on GPU 0, and pinning there would open a context on it
-        return Batch(*(part.pin_memory() for part in batch))
+        return batch.map(Tensor.pin_memory)
 
 
 class Prefetcher:

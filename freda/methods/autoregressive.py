@@ -11,11 +11,9 @@ from torch import Tensor
 
 from freda.config import MethodConfig
 from freda.data.loader import Batch
-from freda.methods.draft import Draft, Prediction, Rules, advance, loss_and_hit
+from freda.methods.draft import Draft, Prediction, Rules, advance, clean_mask, loss_and_hit
 from freda.methods.method import Step
-from freda.model.attention import make_mask
 from freda.model.head import Logits
-from freda.model.masks import clean_tokens
 from freda.model.transformer import Transformer
 
 DRAFTS = False
@@ -44,8 +42,7 @@ def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step)
 
 def next_token_logits(model: Transformer, batch: Batch) -> Logits:
     """Logits at i for token i+1, (R, L): blocks of one token make the clean mask the causal one."""
-    tokens = clean_tokens(batch.document, batch.position, block_size=1)
-    mask = make_mask(tokens, tokens, model.backend)
+    mask = clean_mask(model, batch, block_size=1)
     return model.head(model(model.embed_tokens(batch.tokens), batch.position, mask).hidden)
 
 

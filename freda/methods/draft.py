@@ -22,6 +22,7 @@ from freda.methods.noise import Purpose, gumbel
 from freda.model.attention import Mask, make_mask
 from freda.model.head import Logits
 from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.staircase import Staircase, fits
 from freda.model.transformer import KeysValues, Transformer
 
 
@@ -199,10 +200,32 @@ class CleanHalf(NamedTuple):
 
 def clean_half(model: Transformer, batch: Batch, block_size: int) -> CleanHalf:
     """Run the clean half once; `t` passes then cost t more halves instead of t whole `[draft, clean]` forwards."""
+    past = model(model.embed_tokens(batch.tokens), batch.position, clean_mask(model, batch, block_size)).new
+    return CleanHalf(past, draft_mask(model, batch, block_size), batch.position)
+
+
+def clean_mask(model: Transformer, batch: Batch, block_size: int) -> Mask:
+    """The mask of the clean half of packed rows by itself."""
+    if _is_staircase(model, batch, block_size):
+        return Staircase(block_size, draft=False)
+    clean = clean_tokens(batch.document, batch.position, block_size)
+    return make_mask(clean, clean, model.backend)
+
+
+def draft_mask(model: Transformer, batch: Batch, block_size: int) -> Mask:
+    """The mask of a draft of whole rows over [clean, draft] keys."""
+    if _is_staircase(model, batch, block_size):
+        return Staircase(block_size, draft=True)
     clean = clean_tokens(batch.document, batch.position, block_size)
     draft = draft_tokens(batch.document, batch.position, block_size)
-    past = model(model.embed_tokens(batch.tokens), batch.position, make_mask(clean, clean, model.backend)).new
-    return CleanHalf(past, make_mask(draft, concat(clean, draft), model.backend), batch.position)
+    return make_mask(draft, concat(clean, draft), model.backend)
+
+
+def _is_staircase(model: Transformer, batch: Batch, block_size: int) -> bool:
+    config, weight = model.config, model.embed_tokens.weight
+    fast = weight.dtype in (torch.bfloat16, torch.float16) or not weight.is_cuda  # the causal kernel is not for fp32
+    shape_fits = fits(config.heads, config.kv_heads, config.head_dim, block_size)
+    return model.backend == "staircase" and batch.one_document and fast and shape_fits
 
 
 def draft_logits(model: Transformer, x: Tensor, clean: CleanHalf) -> Logits:

@@ -1,9 +1,9 @@
-"""Attention over a mask given by token vectors: two backends, one answer.
+"""Attention over a mask given by token vectors: three backends, one answer.
 
 `sdpa` builds the dense mask and works everywhere, backward included. `flex` evaluates `masks.visible` from the vectors
-inside the kernel, tile by tile, and skips tiles in which nothing is visible. It is the fast path on CUDA; on CPU it has
-no backward. Finding those tiles is compiled too where the mask is large: 0.4 instead of 31 ms for 4,096 drafted tokens
-over 8,192 keys on an H200, and no dense mask.
+inside the kernel, tile by tile, and skips tiles in which nothing is visible; on CPU it has no backward. Finding those
+tiles is compiled too where the mask is large: 0.4 instead of 31 ms for 4,096 drafted tokens over 8,192 keys on an H200,
+and no dense mask. `staircase` is flex but for whole rows of one document, which it does without a mask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from freda.model import masks
 from freda.model.masks import Tokens
+from freda.model.staircase import Staircase, attend_rows
 
-Backend = Literal["sdpa", "flex"]
-Mask = Tensor | BlockMask
+Backend = Literal["sdpa", "flex", "staircase"]
+Mask = Tensor | BlockMask | Staircase
+Pair = tuple[Tensor, Tensor]  # keys and values
 LARGE_MASK = 1 << 22  # pairs of a query and a key; rows of training have more, decoding fewer
 # Tiles of the backward pass, bf16, heads of 128, found by trying on an H200: 1.65 instead of 1.86 ms for 4,096 tokens.
 FLEX_OPTIONS = {
@@ -47,8 +49,15 @@ def make_mask(query: Tokens, key: Tokens, backend: Backend) -> Mask:
     return _find_tiles(compiled)(visible, rows, None, queries, keys, device=query.document.device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Softmax attention. q (R, H, Q, C); k and v (R, Hkv, K, C) with Hkv dividing H; returns (R, H, Q, C)."""
+def attend(q: Tensor, new: Pair, past: Pair | None, mask: Mask) -> Tensor:
+    """Softmax attention of q (R, H, T, C) over the keys and values of `past` and `new`, each (R, Hkv, K, C) with Hkv
+    dividing H; returns (R, H, T, C)."""
+    if isinstance(mask, Staircase):
+        assert (past is not None) == mask.draft
+        return attend_rows(q, past or new, new if past is not None else None, mask.block)
+    k, v = new
+    if past is not None:
+        k, v = (torch.cat([old.to(part.dtype), part], dim=2) for old, part in zip(past, new, strict=True))
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         plain = torch.compiler.is_compiling() or not q.is_cuda  # in a compiled layer it is compiled with the rest
@@ -72,8 +81,8 @@ def _find_tiles(compiled: bool) -> Callable[..., BlockMask]:
     return torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
 
 
-def pick_backend(name: str, device: torch.device) -> Backend:
-    """Resolve `auto`: flex on CUDA, sdpa elsewhere."""
+def pick_backend(name: Literal["auto", "sdpa", "flex", "staircase"], device: torch.device) -> Backend:
+    """Resolve `auto`: staircase on CUDA, sdpa elsewhere."""
     if name == "auto":
-        return "flex" if device.type == "cuda" else "sdpa"
-    return "flex" if name == "flex" else "sdpa"
+        return "staircase" if device.type == "cuda" else "sdpa"
+    return name

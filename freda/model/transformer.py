@@ -79,10 +79,7 @@ class Attention(nn.Module):
         q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)  # (R, H, T, C)
         q, k = rotate(q, rotary), rotate(k, rotary)
         new = KeysValues(k, v)
-        if past is not None:
-            k = torch.cat([past.keys.to(k.dtype), k], dim=2)  # (R, Hkv, K, C)
-            v = torch.cat([past.values.to(v.dtype), v], dim=2)
-        out = attend(q, k, v, mask)
+        out = attend(q, new, past, mask)
         return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1)), new
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:

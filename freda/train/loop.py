@@ -307,14 +307,14 @@ def _validation_share(run: Run, first: int, count: int) -> tuple[Batch, Tensor]:
     beyond = row >= first + count
     held = row.clamp_max(first + count - 1)
     parts = [run.validation_rows.batch(int(number), 1) for number in held]
-    batch = Batch(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    batch = Batch.cat(parts)
     batch.document[beyond] = -1
     return to_device(batch, run.device), held
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch where the model is; the copy to a GPU does not hold up the program, if the batch is pinned."""
-    return Batch(*(part.to(device, non_blocking=True) for part in batch))
+    return batch.map(lambda part: part.to(device, non_blocking=True))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,144 @@
+"""Attention of rows of one document: a causal kernel and a few keys more are the mask's rule, gradients included."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from freda.config import MethodConfig
+from freda.methods import METHODS
+from freda.methods.draft import clean_mask, draft_mask
+from freda.methods.method import Step
+from freda.model import masks
+from freda.model.attention import Pair, attend
+from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.staircase import Staircase, fits
+from tests.conftest import packed_batch, tiny_model
+
+
+def tensors(length: int, *, heads: int = 4, kv_heads: int = 2, width: int = 64, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, clean keys and values, own keys and values, in the memory order of a layer; and an upstream gradient."""
+    generator = torch.Generator().manual_seed(length)
+    sizes = (heads, kv_heads, kv_heads, kv_heads, kv_heads, heads)
+    made = [torch.randn(2, length, count, width, generator=generator).to(dtype).transpose(1, 2) for count in sizes]
+    return [part.requires_grad_(True) for part in made[:5]] + made[5:]
+
+
+def both(
+    parts: list[Tensor], block: int, *, draft: bool, device: str = "cpu", staircase: Callable[..., Tensor] = attend
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients by the staircase, and by the dense mask in fp32."""
+    q, keys, values, own_keys, own_values, upstream = (part.detach().to(device) for part in parts)
+    length = q.shape[2]
+    place = torch.arange(length, device=device).expand(2, -1)
+    clean = clean_tokens(torch.zeros_like(place), place, block)
+    mine = draft_tokens(torch.zeros_like(place), place, block)
+    dense = masks.dense(mine, concat(clean, mine)) if draft else masks.dense(clean, clean)
+    found = []
+    for mask, dtype in ((Staircase(block, draft), q.dtype), (dense[:, None], torch.float32)):
+        given = [part.to(dtype).requires_grad_(True) for part in (q, keys, values, own_keys, own_values)]
+        old: Pair = (given[1], given[2])
+        new: Pair = (given[3], given[4])
+        function = staircase if isinstance(mask, Staircase) else attend
+        out = function(given[0], new if draft else old, old if draft else None, mask)
+        learnt = given if draft else given[:3]
+        found.append([out, *torch.autograd.grad(out, learnt, upstream.to(dtype))])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize(("length", "block"), [(4, 4), (8, 4), (36, 4), (40, 8), (64, 32), (12, 1), (6, 2)])
+def test_the_staircase_is_the_dense_mask(length: int, block: int, draft: bool) -> None:
+    ours, dense = both(tensors(length, dtype=torch.float32), block, draft=draft)
+    for one, other in zip(ours, dense, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_kernels_are_made_for() -> None:
+    assert fits(32, 8, 128, 4)
+    assert fits(4, 4, 64, 32)
+    assert not fits(32, 8, 96, 4)  # a head's width
+    assert not fits(32, 8, 128, 64)  # a block larger than a tile
+    assert not fits(32, 8, 128, 6)  # tiles would cut blocks
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
+def test_losses_of_whole_rows_are_those_of_the_mask(name: str) -> None:
+    """Rows of one document, one of them padded: loss and every gradient."""
+    step = Step(seed=1, step=0, row=torch.arange(2), progress=0.0, passes=2)
+    batch = packed_batch([[64], [40]])._replace(one_document=True)
+    found = []
+    for backend in ("sdpa", "staircase"):
+        model = tiny_model(head_dim=64, heads=4, kv_heads=2)
+        model.backend = backend  # type: ignore[assignment]
+        loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
+        loss.backward()
+        found.append([loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_which_rows_are_staircases() -> None:
+    model = tiny_model(head_dim=64)
+    whole, packed = packed_batch([[64], [40]])._replace(one_document=True), packed_batch([[32, 32], [40]])
+    assert not isinstance(clean_mask(model, whole, 4), Staircase)  # nobody asked for it
+    model.backend = "staircase"
+    assert clean_mask(model, whole, 4) == Staircase(4, draft=False)
+    assert draft_mask(model, whole, 4) == Staircase(4, draft=True)
+    assert not isinstance(clean_mask(model, packed, 4), Staircase)
+    assert not isinstance(clean_mask(model, whole, 12), Staircase)
+
+
+INTERPRETED = """
+import torch
+from freda.model import staircase
+from freda.model.kernels import staircase as kernels
+from tests.test_staircase import tensors
+
+for length, block in ((36, 4), (64, 8), (32, 32), (70, 2)):
+    for draft in (False, True):
+        parts = (part.detach() for part in tensors(length, dtype=torch.float32))
+        q, keys, values, own_keys, own_values, upstream = parts
+        clean, own = (keys, values), (own_keys, own_values) if draft else None
+        shift = block if draft else 0
+        causal = staircase._causal(*staircase._on_diagonal(q, keys, values, shift))
+        found, wanted = kernels.merge(q, clean, own, causal, block), staircase.plain_merge(q, clean, own, causal, block)
+        rest = [part[:, :, shift:] for part in wanted]
+        back = staircase._causal_backward(
+            upstream[:, :, shift:], *staircase._on_diagonal(q, keys, values, shift), *rest
+        )
+        given = (upstream, q, clean, own, wanted, back, block)
+        pairs = [*zip(found, wanted), *zip(kernels.gradients(*given), staircase.plain_gradients(*given))]
+        for one, other in pairs:
+            if other is not None:
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+print("equal")
+"""
+
+
+def test_the_kernels_equal_their_plain_twins() -> None:
+    """In Triton's interpreter, where Triton is installed; on a GPU below."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize(("length", "block", "width"), [(512, 4, 128), (256, 8, 64), (136, 4, 128), (1024, 1, 128)])
+def test_on_a_gpu(length: int, block: int, width: int, draft: bool, compiled: bool) -> None:
+    """In bf16, against fp32 over the dense mask: the error of a precision with 8 bits, no more."""
+    parts = tensors(length, heads=8, kv_heads=2, width=width, dtype=torch.bfloat16)
+    staircase = torch.compile(attend, fullgraph=True) if compiled else attend
+    ours, dense = both(parts, block, draft=draft, device="cuda", staircase=staircase)
+    for one, other in zip(ours, dense, strict=True):
+        assert ((one.float() - other).norm() / other.norm()).item() < 8e-3
