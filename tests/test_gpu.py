@@ -152,7 +152,7 @@ def test_sharding_on_one_gpu_changes_no_loss(tmp_path: Path, monkeypatch: pytest
             run = loop.setup(config)
             if sharded:
                 shard(run.root, "bfloat16", run.device, run.ranks, reshard=True)
-                run.optimizer = make_optimizer(run.model, config.train)
+                run.optimizer = make_optimizer(run.model, config.train, fused=True)
             steps = [loop.take_step(run, step) for step in range(6)]
             found.append([*(n["loss"] for n in steps), *(n["grad_norm"] for n in steps), loop.validate(run)["loss"]])
     finally:

@@ -32,7 +32,7 @@ from freda.model.transformer import Transformer, pick_device
 from freda.model.weights import DTYPES
 from freda.train import loop
 from freda.train.flops import step_flops, visible_pairs
-from freda.train.optim import clip_and_update, make_optimizer
+from freda.train.optim import clip_and_update, make_optimizer, total_norm
 from freda.train.parallel import Root
 from freda.train.setup import Run, compile_layers
 
@@ -147,7 +147,7 @@ def make_run(load: Load, device: torch.device, dtype: torch.dtype, *, compiled: 
     )
     rows = cast(Loader, RandomRows(load, blank))
     run = Run(config, METHODS[load.method.name], model, NOTHING, rows, rows, device, Root(model))
-    run.optimizer = make_optimizer(model, config.train)
+    run.optimizer = make_optimizer(model, config.train, fused=device.type == "cuda" and not run.updates_copies)
     return run
 
 
@@ -209,7 +209,8 @@ def _parts(run: Run, load: Load, note: Callable[[str], None]) -> list[dict[str, 
     with torch.no_grad():
         clean = run.call(lambda model: clean_half(model, batch, 4))
     one_pass = timed("a pass without gradient", lambda m: _one_pass(m, batch, clean, config))
-    run.optimizer.zero_grad(set_to_none=True)
+    for weight in (*run.model.parameters(), *run.root.copies.values()):
+        weight.grad = None
     return [rows[0], one_pass, *rows[1:], _optimizer_part(run, note)]
 
 
@@ -223,17 +224,18 @@ def _part(name: str, time: float, note: Callable[[str], None]) -> dict[str, Any]
 
 
 def _optimizer_part(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
-    weights = [weight for weight in run.model.parameters() if weight.requires_grad]
-    for weight in weights:
+    copies = run.root.copies if run.updates_copies else None
+    learnt = [(copies or {}).get(weight, weight) for weight in run.model.parameters()]
+    for weight in learnt:
         weight.grad = torch.full_like(weight, 1e-6)
-    gradients = [cast(Tensor, weight.grad) for weight in weights]
+    gradients = [cast(Tensor, weight.grad) for weight in learnt]
 
     def update() -> None:
-        norm = torch.nn.utils.get_total_norm(gradients)
-        clip_and_update(run.optimizer, gradients, float(norm), 1.0)
+        clip_and_update(run.optimizer, gradients, float(total_norm(gradients)), 1.0, copies)
 
     found = _part("norm, clipping and update", seconds(update, run.device, warm_up=1), note)
-    run.optimizer.zero_grad(set_to_none=True)
+    for weight in learnt:
+        weight.grad = None
     return found
 
 
@@ -268,8 +270,8 @@ def _attention(model: Transformer, batch: Batch, *, backward: bool) -> None:
 KINDS = (  # of kernels, by a part of their names; the first that fits
     ("attention", ("sdpa", "fmha", "flash", "flex_attention", "_merge", "_gradients", "cudnn")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "xmma", "splitK")),
-    ("optimizer, casts and norms of gradients", ("multi_tensor", "adam", "lpnorm")),
-    ("loss", ("_kernel",)),
+    ("optimizer, casts and norms of gradients", ("multi_tensor", "_adamw", "lpnorm")),
+    ("loss", ("_cross_entropy",)),
     ("fused elementwise", ("triton_",)),
 )
 

@@ -62,6 +62,7 @@ def _backward(upstream: Tensor, given: list[Tensor], out: Tensor, lse: Tensor, b
     """The gradients of what was `given`: queries, clean keys and values, and a draft's own."""
     q, keys, values = given[:3]
     own = (given[3], given[4]) if len(given) == 5 else None
+    upstream = laid_out(upstream)  # as `out` is: where they differ, cuDNN's gradients are wrong (torch 2.11)
     shift = 0 if own is None else block
     standing = _on_diagonal(q, keys, values, shift)
     causal = _causal_backward(upstream[:, :, shift:], *standing, out[:, :, shift:], lse[:, :, shift:])

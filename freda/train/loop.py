@@ -30,7 +30,7 @@ from freda.methods.method import Step
 from freda.train import checkpoint
 from freda.train.flops import counted, step_flops
 from freda.train.metrics import MetricsFile, ProgressLine
-from freda.train.optim import clip_and_update, learning_rate, pass_numbers
+from freda.train.optim import clip_and_update, learning_rate, pass_numbers, total_norm
 from freda.train.parallel import Ranks, own_part, release
 from freda.train.setup import Run, setup
 from freda.train.trackers import make_trackers, scalars
@@ -194,13 +194,18 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
         group["lr"] = rate * group["scale"]
     batches = [to_device(batch, run.device) for batch in read]
     losses = accumulate_gradient(run, batches, step, sum(labels))
-    gradients = [own_part(weight.grad) for weight in run.model.parameters() if weight.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients).to(losses)
+    copies = run.root.copies if run.updates_copies else None
+    learnt = [(copies or {}).get(weight, weight) for weight in run.model.parameters()]
+    gradients = [own_part(weight.grad) for weight in learnt if weight.grad is not None]
+    norm = total_norm(gradients).to(losses)
     seen = run.ranks.gather(torch.cat([losses, norm[None]])).tolist()  # the one time that the host waits
     by_rank, norm_of_all = [row[:-1] for row in seen], math.sqrt(sum(row[-1] ** 2 for row in seen))
     _require_finite(run, step, by_rank, norm_of_all, sum(labels))
-    clip_and_update(run.optimizer, gradients, norm_of_all, config.clip)
-    run.optimizer.zero_grad(set_to_none=True)
+    clip_and_update(run.optimizer, gradients, norm_of_all, config.clip, copies)
+    if copies is None:
+        run.root.outdate_copies()
+    for weight in learnt:
+        weight.grad = None
     by_group = [sum(group) for group in zip(*by_rank, strict=True)]
     numbers = {"loss": sum(by_group) / sum(labels), "grad_norm": norm_of_all, "lr": rate, "labels": sum(labels)}
     numbers |= {"data_wait": waited, **_speed(run, flops, waited, time.perf_counter() - begun)}
@@ -244,6 +249,8 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
         loss = run.call(run.method.loss, batch, config.method, at)
         (loss / labels).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach().double())
+        if not run.updates_copies:
+            run.root.widen_gradients()
     return torch.stack(losses)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,15 @@ from freda.config import TrainConfig
 from freda.methods.noise import Purpose, uniform
 from freda.model.transformer import Transformer
 
+Copies = Mapping[Tensor, Tensor]  # of weights: their bf16 copies
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
+
+def make_optimizer(model: Transformer, config: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:
     """AdamW over all weights that learn; matrices decay, norms and biases do not.
 
     A group's `scale` multiplies its rate: the backbone may learn slower than the scorer, whose own last layer counts as
-    backbone.
+    backbone. `fused` is the library's kernel for CUDA, which reads and writes every state once.
     """
     kinds: dict[tuple[bool, bool], list[Tensor]] = {}
     for name, weight in model.named_parameters():
@@ -33,18 +37,28 @@ def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW
         }
         for (matrix, backbone), weights in sorted(kinds.items(), reverse=True)
     ]
-    fused = any(
-        weight.is_cuda for weights in kinds.values() for weight in weights
-    )  # one kernel that reads and writes every state once
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
 
 
-def clip_and_update(optimizer: torch.optim.AdamW, gradients: Sequence[Tensor], norm: float, most: float) -> None:
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, summed in fp32 whatever their precision."""
+    norms: Sequence[Tensor] = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
+    total: Tensor = torch.stack(list(norms)).norm()
+    return total
+
+
+def clip_and_update(
+    optimizer: torch.optim.AdamW, gradients: Sequence[Tensor], norm: float, most: float, copies: Copies | None = None
+) -> None:
     """One step of the optimizer with gradients scaled down to the norm `most`.
 
-    The fused kernel scales while it reads them, by the attribute that gradient scalers set: half a pass over all less.
+    With `copies` the gradients are theirs, and one kernel a weight does it all. The library's fused kernel scales while
+    it reads gradients, by the attribute that gradient scalers set: half a pass over all less.
     """
     scale = min(1.0, most / (norm + 1e-6))
+    if copies is not None:
+        _update_with_copies(optimizer, copies, scale)
+        return
     whole = not isinstance(optimizer.param_groups[0]["params"][0], DTensor)  # sharded weights do not mix with a scalar
     if optimizer.defaults["fused"] and whole:
         factor = torch.tensor(1.0 / scale, device=gradients[0].device) if scale < 1.0 else None
@@ -52,6 +66,32 @@ def clip_and_update(optimizer: torch.optim.AdamW, gradients: Sequence[Tensor], n
     elif scale < 1.0:
         torch._foreach_mul_(list(gradients), scale)
     optimizer.step()
+
+
+def _update_with_copies(optimizer: torch.optim.AdamW, copies: Copies, scale: float) -> None:
+    """AdamW with gradients that are in the weights' bf16 copies, or, where a weight has none, its own."""
+    from freda.model.kernels import adamw
+
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            copy = copies.get(weight)
+            gradient = (weight if copy is None else copy).grad
+            if gradient is None:
+                continue
+            state = optimizer.state[weight]
+            if not state:
+                state |= {"step": torch.tensor(0.0), **{key: torch.zeros_like(weight) for key in MOMENTS}}
+            state["step"] += 1
+            rates = adamw_rates(group, float(state["step"]), scale)
+            adamw.update(weight.detach(), copy, gradient, (state[MOMENTS[0]], state[MOMENTS[1]]), rates)
+
+
+def adamw_rates(group: Mapping[str, Any], step: float, scale: float) -> tuple[float, ...]:
+    """What the kernel needs to know of update number `step` of a group of weights."""
+    beta1, beta2 = group["betas"]
+    keep = 1.0 - group["lr"] * group["weight_decay"]
+    step_size, root = group["lr"] / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5
+    return scale, beta1, beta2, keep, step_size, root, group["eps"]
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -21,7 +21,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -141,39 +141,55 @@ class Root(nn.Module):
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
+        self._copies: dict[Tensor, tuple[int, Tensor]] = {}  # of each weight: the version of the weight, and the copy
 
     def forward(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(model, *arguments)`."""
         return function(self.model, *arguments)
 
     def in_bfloat16(self, function: Callable[..., T], *arguments: object) -> T:
-        """The same with bf16 copies of the weights, made once for all forwards of the call (M17).
+        """The same with bf16 copies of the weights (M17), which are kept: who updates a weight may update its copy too.
 
-        Gradients of all forwards add up in the copies and reach the fp32 weights once. Under autocast every compiled
-        layer would cast its weights anew in every forward and backward, and sum the residual stream in fp32.
+        The gradients of all forwards add up in the copies. Under autocast every compiled layer would cast its weights
+        anew in every forward and backward, and sum the residual stream in fp32.
         """
-        half = {name: _Half.apply(weight) for name, weight in self.named_parameters() if not _exact(name)}  # type: ignore[no-untyped-call]
-        result: T = torch.func.functional_call(self, half, (function, *arguments))
+        result: T = torch.func.functional_call(self, self._fresh_copies(), (function, *arguments))
         return result
 
+    def _fresh_copies(self) -> dict[str, Tensor]:
+        """The copies by name, those made anew whose weight has been written to since."""
+        names, stale = dict[str, Tensor](), list[tuple[Tensor, Tensor]]()
+        for name, weight in self.named_parameters():
+            if _exact(name):
+                continue
+            version, copy = self._copies.get(weight, (-1, None))
+            if copy is None:
+                copy = torch.empty_like(weight, dtype=torch.bfloat16).requires_grad_(weight.requires_grad)
+            if version != weight._version:
+                self._copies[weight] = (weight._version, copy)
+                stale.append((copy, weight))
+            names[name] = copy
+        if stale:
+            with torch.no_grad():
+                torch._foreach_copy_([copy for copy, _ in stale], [weight for _, weight in stale])
+        return names
 
-class _Half(torch.autograd.Function):
-    """A bf16 copy of an fp32 weight, by the multi-tensor copy: a plain cast of a gradient to fp32 moves but 1.7 TB/s on
-    an H200."""
+    def outdate_copies(self) -> None:
+        """The weights have changed. The library's fused optimizer does not tell: it leaves their versions as they are."""
+        self._copies = {weight: (-1, copy) for weight, (_, copy) in self._copies.items()}
 
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return _copied(weight, torch.bfloat16)
+    @property
+    def copies(self) -> dict[Tensor, Tensor]:
+        """The bf16 copy of each weight that has one."""
+        return {weight: copy for weight, (_, copy) in self._copies.items()}
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
-        return _copied(upstream[0], torch.float32)
-
-
-def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    copy = torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
-    torch._foreach_copy_([copy], [tensor])
-    return copy
+    def widen_gradients(self) -> None:
+        """Add the gradients of the copies to those of the weights, in fp32."""
+        with torch.no_grad():
+            for weight, copy in self.copies.items():
+                if copy.grad is not None:
+                    weight.grad = copy.grad.float() if weight.grad is None else weight.grad.add_(copy.grad)
+                    copy.grad = None
 
 
 def _exact(name: str) -> bool:

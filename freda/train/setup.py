@@ -52,6 +52,13 @@ class Run:
         train = self.config.train
         self.shares = rank_rows(train.batch_rows, train.group_rows, rank=self.ranks.rank, world=self.ranks.world)
 
+    @property
+    def updates_copies(self) -> bool:
+        """Do bf16 copies of the weights keep their gradients until the update, which writes weight and copy? Not where
+        several groups add up: their sum wants fp32."""
+        alone = self.ranks.world == 1 and len(self.shares) == 1
+        return alone and self.device.type == "cuda" and self.config.train.dtype == "bfloat16"
+
     def call(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(model, *arguments)` in the run's precision; several processes gather the weights in it."""
         if self.config.train.dtype == "bfloat16" and self.ranks.world == 1:
@@ -78,7 +85,8 @@ def setup(config: Config, resume_from: Path | None = None, ranks: Ranks = Ranks(
         shard(run.root, config.train.dtype, device, ranks, reshard=config.train.reshard)
     run.root.to_empty(device=device)
     ranks.agree(lambda: fill(run.model, origin, config.train.seed))
-    run.optimizer = make_optimizer(run.model, config.train)  # over what each rank has
+    fused = device.type == "cuda" and not run.updates_copies
+    run.optimizer = make_optimizer(run.model, config.train, fused=fused)  # over what each rank has
     if device.type == "cuda":
         run.matmul_rate = matmul_rate(device, torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32)
     return run

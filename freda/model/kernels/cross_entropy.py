@@ -15,12 +15,12 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocabular
     """The weighted sum of the losses of logits (n, V'), and its gradient by them, which takes their place."""
     rows, columns = logits.shape
     losses = torch.empty(rows, device=logits.device)
-    _kernel[(rows,)](logits, labels, weights, losses, columns, vocabulary, BLOCK=BLOCK, num_warps=16)
+    _cross_entropy[(rows,)](logits, labels, weights, losses, columns, vocabulary, BLOCK=BLOCK, num_warps=16)
     return losses.sum(), logits
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(logits, labels, weights, losses, columns, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy(logits, labels, weights, losses, columns, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     label, weight = tl.load(labels + row), tl.load(weights + row)

@@ -1,7 +1,7 @@
 """The part of a row's attention that a causal kernel leaves out: at most two blocks of keys for every query.
 
-One program of the forward merges it into the causal part of 32 queries of one head; one of the backward adds its
-gradients to those of the causal part, for 32 queries of all heads that share their keys. The plain twins are
+One program of the forward merges it into the causal part of 16 queries of one head; one of the backward adds its
+gradients to those of the causal part, for 16 queries of all heads that share their keys. The plain twins are
 `staircase.plain_merge` and `staircase.plain_gradients`. Both are bound by the reading and writing of what they merge.
 
 A query at place i stands on the causal diagonal at i − shift. What it is still to see: the clean keys right of the
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from freda.model.staircase import empty_like
 
-TILE = 32  # queries of a program; blocks must divide it
+LEAST_TILE = 16  # queries of a program, if blocks are no larger; 32 with 4 warps take half as long again
 
 
 def merge(
@@ -33,7 +33,8 @@ def merge(
     lse = torch.empty(rows, heads, length, device=q.device)
     part, part_lse = causal
     keys, values = own or clean
-    _merge[(triton.cdiv(length, TILE), rows * heads)](
+    tile = max(LEAST_TILE, block)
+    _merge[(triton.cdiv(length, tile), rows * heads)](
         *(q, *clean, keys, values, part, part_lse.flatten(2).contiguous(), out, lse),
         *(stride for tensor in (q, *clean, keys, values, part, out) for stride in tensor.stride()[:3]),
         length,
@@ -42,9 +43,9 @@ def merge(
         GROUP=heads // clean[0].shape[1],
         BLOCK=block,
         SHIFT=0 if own is None else block,
-        TILE=TILE,
+        TILE=tile,
         C=width,
-        num_warps=4,
+        num_warps=tile // 16,
     )
     return out, lse
 
@@ -69,7 +70,8 @@ def gradients(
     keys, values = own or clean
     for_own = tuple(empty_like(part) for part in own or for_clean)
     tensors = (upstream, q, *clean, keys, values, out, *causal, for_q, *for_clean, *for_own)
-    _gradients[(triton.cdiv(length, TILE), rows * clean[0].shape[1])](
+    tile = max(LEAST_TILE, block)
+    _gradients[(triton.cdiv(length, tile), rows * clean[0].shape[1])](
         *(*tensors, lse),
         *(stride for tensor in tensors for stride in tensor.stride()[:3]),
         length,
@@ -78,9 +80,9 @@ def gradients(
         GROUP=heads // clean[0].shape[1],
         BLOCK=block,
         SHIFT=shift,
-        TILE=TILE,
+        TILE=tile,
         C=width,
-        num_warps=4,
+        num_warps=tile // 8,
     )
     return (for_q, *for_clean, None, None) if own is None else (for_q, *for_clean, *for_own)  # type: ignore[return-value]
 
