@@ -143,6 +143,11 @@ class Root(nn.Module):
         self.model = model
         self._copies: dict[Tensor, tuple[int, Tensor]] = {}  # of each weight: the version of the weight, and the copy
 
+    @property
+    def sharded(self) -> bool:
+        """Has each rank a part of the weights?"""
+        return isinstance(self, FSDPModule)
+
     def forward(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(model, *arguments)`."""
         return function(self.model, *arguments)
@@ -175,7 +180,7 @@ class Root(nn.Module):
         return names
 
     def outdate_copies(self) -> None:
-        """The weights have changed. The library's fused optimizer does not tell: it leaves their versions as they are."""
+        """The weights have changed, and their versions may not say so: the library's fused optimizer leaves them."""
         self._copies = {weight: (-1, copy) for weight, (_, copy) in self._copies.items()}
 
     @property

@@ -56,12 +56,12 @@ class Run:
     def updates_copies(self) -> bool:
         """Do bf16 copies of the weights keep their gradients until the update, which writes weight and copy? Not where
         several groups add up: their sum wants fp32."""
-        alone = self.ranks.world == 1 and len(self.shares) == 1
+        alone = not self.root.sharded and len(self.shares) == 1
         return alone and self.device.type == "cuda" and self.config.train.dtype == "bfloat16"
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(model, *arguments)` in the run's precision; several processes gather the weights in it."""
-        if self.config.train.dtype == "bfloat16" and self.ranks.world == 1:
+        if self.config.train.dtype == "bfloat16" and not self.root.sharded:
             return self.root.in_bfloat16(function, *arguments)
         result: T = self.root(function, *arguments)
         return result
