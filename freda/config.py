@@ -205,6 +205,7 @@ class MethodConfig:
     feedback: Literal["soft", "hard"] = knob("soft", "self-refine, best-of-n: what the next pass sees of a prediction")
     rescale: bool = knob(False, "self-refine, best-of-n: rescale the soft embedding to its expected norm (DMax)")
     committed_hard: bool = knob(False, "self-refine: show committed positions as hard tokens")
+    drafts: Literal["greedy", "sampled"] = knob("greedy", "self-refine: tokens of drafts that training passes leave")
     replacement: Literal["iid", "prefix"] = knob("iid", "self-refine: which blanks show the truth in the first draft")
     replacement_start: float = knob(0.3, "self-refine: share of blanks that show the truth at the start")
     replacement_end: float = knob(0.1, "self-refine: the same share from half of the run on")

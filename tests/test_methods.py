@@ -252,3 +252,36 @@ def test_validation_has_a_loss_for_every_pass(model: Transformer, batch: Batch, 
     assert {f"pass{n}" for n in (1, 2, 3, 4)} <= numbers.keys()
     torch.testing.assert_close(numbers["pass2"], blank)
     torch.testing.assert_close(numbers["loss"], numbers["pass3"])
+
+
+def test_sampled_drafts_follow_the_marginals_and_change_from_pass_to_pass(model: Transformer) -> None:
+    batch = packed_batch([[64]] * 200)
+    batch = batch._replace(tokens=batch.tokens[:1].expand_as(batch.tokens).contiguous())  # the same row, 200 times
+    config = MethodConfig(block_size=4, drafts="sampled")
+    with torch.no_grad():
+        clean = clean_half(model, batch, 4)
+        blank = self_refine.initial_draft(model, batch, config, None)
+        logits, draft = self_refine.refine(model, clean, blank, config, at(batch))
+        again, later = (
+            self_refine.sampled(logits, state, at(batch)) for state in (blank, blank._replace(passes=blank.passes + 1))
+        )
+        other = self_refine.sampled(logits, blank, at(batch, step=1))
+        greedy = self_refine.refine(model, clean, blank, config)[1]
+    share = logits.all()[0].detach().softmax(-1)
+    ids, prob = draft.ids.view_as(batch.tokens), draft.prob.view_as(batch.tokens)
+    torch.testing.assert_close(prob, share.expand(200, -1, -1).gather(-1, ids[..., None])[..., 0])
+    often = torch.nn.functional.one_hot(ids, share.shape[-1]).float().mean(0)
+    assert float((often - share).abs().max()) < 0.15 and float((often - share).abs().mean()) < 0.02
+    assert torch.equal(again.ids, draft.ids), "noise belongs to a place"
+    assert not torch.equal(later.ids, draft.ids) and not torch.equal(other.ids, draft.ids)
+    assert torch.equal(greedy.ids.view_as(ids), share.argmax(-1).expand_as(ids)), "no step: as decoding"
+
+
+def test_sampled_drafts_reach_the_loss_of_later_passes_only(model: Transformer, batch: Batch) -> None:
+    greedy, drawn = MethodConfig(block_size=4), MethodConfig(block_size=4, drafts="sampled")
+    with torch.no_grad():
+        one, two = (
+            [float(self_refine.loss(model, batch, config, at(batch, passes=t))) for config in (greedy, drawn)]
+            for t in (1, 2)
+        )
+    assert one[0] == one[1] and two[0] != two[1]

@@ -25,6 +25,7 @@ class Purpose(IntEnum):
     SELECTION = 6
     NEGATIVES = 7
     CANDIDATES = 8
+    DRAFTS = 9
 
 
 def uniform(purpose: Purpose, *counters: Tensor | int) -> Tensor:

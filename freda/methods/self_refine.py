@@ -21,6 +21,7 @@ from freda.methods.draft import (
     advance,
     clean_half,
     draft_logits,
+    draw,
     feedback_weight,
     label_loss,
     leftmost_run,
@@ -52,18 +53,45 @@ def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> 
     draft = initial_draft(model, batch, config, step)
     with torch.no_grad():
         for _ in range(step.passes - 1):
-            _, draft = refine(model, clean, draft, config)
+            _, draft = refine(model, clean, draft, config, step)
     return label_loss(pass_logits(model, clean, draft, config), batch)
 
 
-def refine(model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig) -> tuple[Logits, Draft]:
-    """One pass over the drafts of all blocks of packed rows: its logits (R, L) and the drafts it leaves."""
+def refine(
+    model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig, step: Step | None = None
+) -> tuple[Logits, Draft]:
+    """One pass over the drafts of all blocks of packed rows: its logits (R, L) and the drafts it leaves.
+
+    The drafts are greedy, as decoding makes them, unless a training `step` wants them drawn (`drafts = "sampled"`).
+    """
     logits = pass_logits(model, clean, draft, config)
+    if step is not None and config.drafts == "sampled":
+        prediction = sampled(logits, draft, step)
+    else:
+        prediction = likeliest(logits, draft.ids.shape)
     never = torch.full_like(draft.passes, 2, dtype=torch.float32)
     threshold = torch.full_like(never, COMMITTED_IN_TRAINING) if config.committed_hard else never
     rules = Rules(draft.passes + 2, threshold, draft.ids.new_empty(0))
-    draft = update(draft, likeliest(logits, draft.ids.shape), rules)
+    draft = update(draft, prediction, rules)
     return logits, draft._replace(closed=torch.zeros_like(draft.closed))  # teacher-forced drafts never end early
+
+
+def sampled(logits: Logits, draft: Draft, step: Step) -> Prediction:
+    """Every token drawn from its marginal, other draws in every pass, with its own probability; in a draft's shape."""
+    rows, length = logits.hidden.shape[:2]
+    row = step.row.to(draft.ids.device)[:, None]
+    place = torch.arange(length, device=row.device)
+    number = draft.passes[:, None].expand_as(draft.ids).reshape(rows, length)
+    point = uniform(Purpose.DRAFTS, step.seed, step.step, row, place, number)
+    ids, prob = (part.view_as(draft.ids) for part in logits.map(_drawn, point))
+    return Prediction(ids, prob, ids, torch.zeros_like(prob))
+
+
+def _drawn(logits: Tensor, point: Tensor) -> tuple[Tensor, ...]:
+    """Of logits (n, V): the tokens at uniform points (n,), and their probabilities."""
+    share = logits.softmax(-1)
+    ids = draw(share, point[:, None])
+    return ids[:, 0], share.gather(-1, ids)[:, 0]
 
 
 def pass_logits(model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig) -> Logits:
@@ -86,8 +114,8 @@ def replaced(batch: Batch, config: MethodConfig, step: Step) -> Tensor:
     """Which positions of the first draft show their true token, (N, B)."""
     row = step.row.to(batch.tokens.device)[:, None]
     place = torch.arange(batch.tokens.shape[1], device=row.device)
-    draw = uniform(Purpose.REPLACEMENT, step.seed, step.step, row, place)
-    shown = (draw < replacement_share(config, step.progress)).view(-1, config.block_size)
+    point = uniform(Purpose.REPLACEMENT, step.seed, step.step, row, place)
+    shown = (point < replacement_share(config, step.progress)).view(-1, config.block_size)
     if config.replacement == "prefix":  # as many as independent draws show, but from the left: a prompt's tail
         shown = torch.arange(config.block_size, device=row.device) < shown.sum(-1, keepdim=True)
     return shown
