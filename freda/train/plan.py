@@ -34,21 +34,36 @@ def plan_lines(config: Config, *, gpus: int, tflops: float, shape_name: str = ""
     refines = method.name in ("self-refine", "best-of-n")
     flops = sum(by_passes) / len(by_passes) if refines else by_passes[0]
     seconds = flops / gpus / (tflops * 1e12)
-    days, hours = divmod(seconds * train.steps / 3600, 24)
     rows = train.group_rows // gpus
     lines = [
-        f"model        {all_parameters(shape) / 1e9:.3f} B parameters",
-        f"step         {train.batch_rows} rows of {seq_len}: {tokens:,} tokens; {flops / 1e15:.1f} PFLOP useful"
+        f"model        {counted_as(all_parameters(shape), 3)} parameters",
+        f"step         {train.batch_rows} rows of {seq_len}: {tokens:,} tokens; {flops_as(flops)} useful"
         + (f", mean over 1 to {method.passes} passes" if refines else ""),
-        f"run          {train.steps:,} steps, {train.steps * tokens / 1e9:.2f} B tokens, "
+        f"run          {train.steps:,} steps, {counted_as(train.steps * tokens, 2)} tokens, "
         f"{flops * train.steps:.2e} FLOP",
         f"per forward  {rows} rows on each of {gpus} GPUs",
     ]
     lines += [f"{name:<12} {size / 1e9:.1f} GB" for name, size in memory(config, shape, gpus).items()]
     lines.append(
-        f"time         {seconds:.2f} s a step, {int(days)} days {hours:.1f} hours at {tflops:.0f} useful TFLOP/s a GPU"
+        f"time         {seconds:.2f} s a step, {time_as(seconds * train.steps)} at {tflops:.0f} useful TFLOP/s a GPU"
     )
     return lines
+
+
+def counted_as(count: float, digits: int) -> str:
+    """A large number in billions, one below a tenth of that in millions."""
+    return f"{count / 1e9:.{digits}f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
+
+
+def flops_as(flops: float) -> str:
+    """Operations of a step, by the size of the model."""
+    return f"{flops / 1e15:.1f} PFLOP" if flops >= 1e14 else f"{flops / 1e12:.2f} TFLOP"
+
+
+def time_as(seconds: float) -> str:
+    """How long a run takes; short ones in seconds."""
+    days, hours = divmod(seconds / 3600, 24)
+    return f"{int(days)} days {hours:.1f} hours" if seconds >= 600 else f"{seconds:.0f} seconds"
 
 
 def planned_shape(config: Config, name: str) -> ModelConfig:
