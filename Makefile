@@ -3,13 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test smoke lint format clean
 
 demo: $(INSTALLED)  ## train four small models and watch one refine its drafts
 	$(BIN)/freda demo
 
 test: lint  ## lint, types and tests
 	$(BIN)/pytest
+
+smoke: $(INSTALLED)  ## the experiments of experiments/mini from end to end, too small to learn anything: 2 minutes
+	rm -rf runs/smoke
+	for script in train compute ablations sweep; do \
+	    FREDA=$(abspath $(BIN)/freda) experiments/mini/$$script.sh --smoke || exit 1; \
+	done
 
 lint: $(INSTALLED)  ## what CI checks before the tests
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +201,12 @@ def test_a_sweep_from_the_command_line(
     assert run(["sweep", "--draw", str(out / "sweep.json"), "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "pareto.svg").read_bytes() == svg
     assert (tmp_path / "again" / "main.md").read_text() == (out / "main.md").read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # a machine that only measures
+    capsys.readouterr()
+    assert run(["sweep", "--draw", str(out / "sweep.json"), "--out", str(tmp_path / "bare")]) == 0
+    assert "no figures without matplotlib" in capsys.readouterr().err
+    assert {path.suffix for path in (tmp_path / "bare").iterdir()} == {".csv", ".md"}
+    assert (tmp_path / "bare" / "width.md").read_text() == (out / "width.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ def measure_sweep(
 
 
 def draw_sweep(source: Path, out: Path) -> list[Path]:
-    """Tables and figures of a sweep, from its file; returns what was written."""
+    """Tables and figures of a sweep, from its file; returns what was written. Without matplotlib,
+    which a machine that only measures may not have, the tables."""
     sweep = Sweep(read_sweep(source))
     out.mkdir(parents=True, exist_ok=True)
     made = []
@@ -168,5 +170,7 @@ def draw_sweep(source: Path, out: Path) -> list[Path]:
             made[-1].write_text(as_csv(table), encoding="utf-8")
         made.append(out / f"{part}.md")
         made[-1].write_text("\n".join(map(as_markdown, tables)), encoding="utf-8")
-        made += draw(sweep, part, out)
-    return made
+    if find_spec("matplotlib") is None:
+        note(f"no figures without matplotlib; where it is installed: freda sweep --draw {source} --out FOLDER")
+        return made
+    return made + [path for part in sweep.config.parts for path in draw(sweep, part, out)]

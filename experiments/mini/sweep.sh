@@ -1,0 +1,32 @@
+#!/bin/bash
+# The paper's claims, one sweep each: measured, drawn, and kept in results/mini. After train.sh;
+# compute also after compute.sh, e after ablations.sh.
+#
+#   experiments/mini/sweep.sh             # all; or some: experiments/mini/sweep.sh a b
+#
+#   a  self-refinement against block diffusion against autoregressive, by kind of task
+#   b  accuracy against passes                 c  accuracy against speed; stability under further passes
+#   d  weight of the scorer, candidates        e  every ablation
+#   compute  as a, with equal compute instead of equal tokens
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+# sweep CLAIM : in the background; models of other seeds than the file's are named on the command line
+sweep() {
+    local config=$configs/sweep-$1.toml options=() system seed models
+    mapfile -t options < <(settings $SWEEP)
+    if [ "$SEEDS" != "0 1 2" ]; then
+        for system in $(sed -n 's/^\[system\.\(.*\)\]$/\1/p' "$config"); do
+            models=
+            for seed in $SEEDS; do models+="\"$runs/$seed/$system\","; done
+            options+=(--set "system.$system.models=[$models]")
+        done
+    fi
+    background "$runs/sweep-$1" $FREDA sweep "$config" --data $runs/data --out "$runs/sweep-$1" --device "$DEVICE" \
+        "${options[@]}"
+}
+
+[ $# -gt 0 ] || set -- a b c d e compute
+for claim in "$@"; do sweep "$claim"; done
+settle
+mkdir -p results/mini
+for claim in "$@"; do cp "$runs/sweep-$claim/sweep.json" "results/mini/$claim.json"; done

@@ -1,0 +1,168 @@
+"""The experiments at small scale: what the shell files ask for. A program in freda's place writes it down.
+
+`make smoke` runs them with freda itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from freda import config as configs
+from freda.config import Config, MethodConfig
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS, CONFIGS = ROOT / "experiments" / "mini", ROOT / "configs" / "mini"
+CLAIMS = ("a", "b", "c", "d", "e", "compute")
+
+# Writes its arguments down, and makes what the scripts look for. A run whose folder is $BROKEN fails.
+PROGRAM = """#!/bin/bash
+printf '%s\\n' "$(printf '%q ' "$@")" >>"$LOG"
+folder=$3
+for ((i = 1; i < $#; i++)); do [ "${!i}" = --out ] && { j=$((i + 1)); folder=${!j}; }; done
+[ "$1 $2" = "train --resume" ] || [ "$folder" != "${BROKEN:-}" ] || exit 1
+mkdir -p "$folder"
+touch "$folder/manifest.json" "$folder/config.toml" "$folder/sweep.json"
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    program = tmp_path / "freda"
+    program.write_text(PROGRAM, encoding="utf-8")
+    program.chmod(0o755)
+    return tmp_path
+
+
+def called(work: Path, script: str, *arguments: str, fails: bool = False, **extra: str) -> list[list[str]]:
+    """What the script had freda do."""
+    log = work / "log"
+    log.write_text("", encoding="utf-8")
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("SEEDS", "JOBS", "ONLY", "TRAIN", "SWEEP")
+    }
+    environment = {**kept, "WORK": str(work), "FREDA": str(work / "freda"), "LOG": str(log), **extra}
+    done = subprocess.run(
+        [str(SCRIPTS / script), *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode != 0) == fails, done.stderr
+    return [shlex.split(line) for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+def settings(words: Sequence[str]) -> list[str]:
+    return [after for word, after in itertools.pairwise(words) if word == "--set"]
+
+
+def runs(calls: Sequence[Sequence[str]]) -> dict[str, Config]:
+    """The trainings among the calls, by the folder below runs/mini-suite, resolved."""
+    started = [words for words in calls if words[0] == "train" and "--out" in words]
+    return {
+        words[words.index("--out") + 1].removeprefix("runs/mini-suite/"): configs.load(Path(words[1]), settings(words))
+        for words in started
+    }
+
+
+def test_what_is_compared_differs_by_the_method_alone(work: Path) -> None:
+    found = runs(called(work, "train.sh"))
+    names = ("base", "autoregressive", "block-diffusion", "self-refine", "best-of-n")
+    assert set(found) == {f"{seed}/{name}" for seed in range(3) for name in names}
+    for seed in range(3):
+        one, *others = (found[f"{seed}/{name}"] for name in names[1:4])
+        assert {one.method.name, *(other.method.name for other in others)} == set(names[1:4])
+        for other in others:
+            assert replace(other, method=one.method) == one, "same base, rows, order, optimizer and clean tokens"
+        assert one.train.seed == seed and one.train.init == f"runs/mini-suite/{seed}/base"
+        base, scorer = found[f"{seed}/base"], found[f"{seed}/best-of-n"]
+        assert one.data.first_row == base.train.steps * base.train.batch_rows, "rows the base has not seen"
+        assert scorer.data.first_row == one.data.first_row + one.train.steps * one.train.batch_rows
+        assert scorer.train.init == f"runs/mini-suite/{seed}/self-refine"
+
+
+def test_every_ablation_changes_what_it_says(work: Path) -> None:
+    called(work, "train.sh")
+    found = runs(called(work, "ablations.sh", SEEDS="5"))
+    plain = MethodConfig()
+    changed = {
+        name.removeprefix("5/"): {
+            key: value for key, value in vars(run.method).items() if value != getattr(plain, key) and key != "name"
+        }
+        for name, run in found.items()
+    }
+    assert changed == {
+        "hard-feedback": {"feedback": "hard"},
+        "no-replacement": {"replacement_start": 0.0, "replacement_end": 0.0},
+        "committed-hard": {"committed_hard": True},
+        "rescaled": {"rescale": True},
+        "prefix-replacement": {"replacement": "prefix"},
+        "passes-1": {"passes": 1},
+        "passes-2": {"passes": 2},
+        "passes-5": {"passes": 5},
+        "sampled-drafts": {"drafts": "sampled"},
+        "block-8": {"block_size": 8},
+        "block-diffusion-block-8": {"block_size": 8, "noise_min": 0.3},
+        "beam-negatives": {"negatives": "beam"},
+        "scorer-layer": {"scorer_layer": True},
+    }
+    one, *others = (replace(run, method=plain) for run in found.values() if run.method.name != "best-of-n")
+    assert all(other == one for other in others)
+
+
+def test_sweeps_name_what_the_scripts_train(work: Path) -> None:
+    calls = [call for script in ("train.sh", "compute.sh", "ablations.sh") for call in called(work, script)]
+    trained = {f"runs/mini-suite/{name}" for name in runs(calls)}
+    named = set()
+    for claim in CLAIMS:
+        for name, system in configs.load_sweep(CONFIGS / f"sweep-{claim}.toml").system.items():
+            assert system.models == tuple(f"runs/mini-suite/{seed}/{name}" for seed in range(3))
+            named |= set(system.models)
+    assert named == trained
+
+
+def test_sweeps_follow_the_seeds(work: Path) -> None:
+    (call,) = called(work, "sweep.sh", "b", SEEDS="3 4")
+    file = configs.load_sweep(Path(call[1]), settings(call))
+    assert file.system["self-refine"].models == ("runs/mini-suite/3/self-refine", "runs/mini-suite/4/self-refine")
+    assert (work / "results" / "mini" / "b.json").is_file()
+    assert settings(called(work, "sweep.sh", "a")[0]) == []
+    assert {call[1] for call in called(work, "sweep.sh")} == {str(CONFIGS / f"sweep-{c}.toml") for c in CLAIMS[2:]}
+
+
+def test_what_is_done_is_not_done_again_and_what_was_stopped_goes_on(work: Path) -> None:
+    broken = "runs/mini-suite/0/self-refine"
+    first = called(work, "train.sh", fails=True, SEEDS="0", BROKEN=broken)
+    assert set(runs(first)) == {"0/base", "0/autoregressive", "0/block-diffusion", "0/self-refine"}, (
+        "no scorer of nothing"
+    )
+    (work / broken).mkdir()
+    (work / broken / "config.toml").touch()  # as a run that was stopped has
+    second = called(work, "train.sh", SEEDS="0")
+    assert [call[:3] for call in second][:1] == [["train", "--resume", broken]]
+    assert set(runs(second)) == {"0/best-of-n"}
+    assert called(work, "train.sh", SEEDS="0") == []
+
+
+def test_less_of_it(work: Path) -> None:
+    found = runs(called(work, "train.sh", SEEDS="7", ONLY="base self-refine", PERCENT="10", TRAIN="train.lr=1e-4"))
+    assert {name: (run.train.steps, run.train.lr) for name, run in found.items()} == {
+        "7/base": (200, 1e-4),
+        "7/self-refine": (100, 1e-4),
+    }
+
+
+def test_the_smoke_run_is_small_and_valid(work: Path) -> None:
+    calls = called(work, "train.sh", "--smoke")
+    prepared = configs.load(Path(calls[0][1]), settings(calls[0]))
+    assert prepared.prepare.tokens <= 100_000
+    found = runs(calls)
+    assert set(found) == {
+        f"0/{name}" for name in ("base", "autoregressive", "block-diffusion", "self-refine", "best-of-n")
+    }
+    assert all(run.train.steps * run.train.batch_rows <= 20 for run in found.values())
+    assert all(run.train.device == "cpu" for run in found.values()) and found["0/base"].model.dim == 32
