@@ -249,7 +249,9 @@ def evaluate_(
         list[str],
         typer.Option(help="A benchmark, for example gsm8k; may be repeated."),
     ] = [],  # noqa: B006
-    data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the benchmarks' files; benchmarks by default, or a packaged model's.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for samples.jsonl and results.json; one per task.")] = None,
     download: Annotated[
         bool, typer.Option("--download", help="Get files that are not there from the Hugging Face Hub first.")
@@ -275,17 +277,18 @@ def evaluate_(
     ] = None,
 ) -> None:
     """Answer a benchmark's questions and grade them; stopped, it goes on with the next question."""
-    from freda.eval.command import Asked, ask_by_harness, check_graders, compare_folders, download_tasks, evaluate_tasks
+    from freda.eval import command
 
     if compare is not None:
-        compare_folders(*compare)
+        command.compare_folders(*compare)
         return
+    task, data = command.own_questions(model, task, data)
     if download:
-        download_tasks(task, data)
+        command.download_tasks(task, data)
         if model is None and not self_check:
             return
     if self_check:
-        if not check_graders(task, data):
+        if not command.check_graders(task, data):
             raise typer.Exit(1)
         return
     if model is None or not task:
@@ -293,7 +296,7 @@ def evaluate_(
     settings = DecodeConfig(passes=passes, threshold=threshold, width=width, tau=tau, max_new_tokens=max_new_tokens)
     what: dict[str, Any] = {"tasks": task, "data": data, "limit": limit, "unpublished": unpublished, "out": out}
     how: dict[str, Any] = {"settings": settings, "batch_size": batch_size, "device": device, "dtype": dtype}
-    (ask_by_harness if harness else evaluate_tasks)(Asked(model=model, **what, **how))
+    (command.ask_by_harness if harness else command.evaluate_tasks)(command.Asked(model=model, **what, **how))
 
 
 @app.command(

@@ -12,6 +12,7 @@ from freda.data.shards import Documents, Manifest, shard_lines
 from freda.data.shards import verify as verify_shards
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
+from freda.model.folders import model_path
 from freda.model.weights import family_of, load_model
 from freda.train.metrics import read_metrics
 
@@ -20,6 +21,7 @@ SHOWN_TOKENS = 60  # of the first document
 
 def describe(path: Path) -> str:
     """Look at what is there and describe it."""
+    path = model_path(path)
     if not path.exists():
         raise FredaError(f"there is nothing at {path}")
     if (path / "manifest.json").is_file():

@@ -25,13 +25,13 @@ from freda.errors import FredaError
 from freda.model import masks
 from freda.model.attention import make_mask
 from freda.model.convert import convert
+from freda.model.folders import resolve_model_folder
 from freda.model.gguf import SPLITS
 from freda.model.transformer import Transformer
 from freda.model.weights import (
     EMBEDDING,
     HEAD,
     load_model,
-    resolve_model_folder,
     save_model,
     written_beside,
 )

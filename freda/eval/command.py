@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from freda.config import DecodeConfig, SweepFile
+from freda.data.generators import GENERATORS
+from freda.data.shards import Manifest
 from freda.errors import FredaError, note, require
 from freda.eval.compare import compare, compared_line
 from freda.eval.download import FETCH, download
@@ -20,9 +22,11 @@ from freda.eval.sweep import read_sweep, run_sweep
 from freda.eval.tables import TABLES, Sweep, as_csv, as_markdown
 from freda.eval.tasks import TASKS, load_examples, tasks_named
 from freda.eval.tasks.task import Example
+from freda.model.folders import packaged_folder, resolve_model_folder
 from freda.model.transformer import pick_device
-from freda.model.weights import DTYPES, LoadedModel, load_model, resolve_model_folder
+from freda.model.weights import DTYPES, LoadedModel, load_model
 
+EVALS = Path("runs/eval")  # of packaged models
 PUBLISHED = {True: " as published", False: ", not the published questions", None: ""}
 
 
@@ -62,6 +66,19 @@ def compare_folders(first: Path, second: Path) -> None:
     print(compared_line(compare(first, second)))
 
 
+def own_questions(model: Path | None, tasks: list[str], data: Path | None) -> tuple[list[str], Path]:
+    """The tasks and the folder of their files, as asked for. A packaged model brings those it was trained for: in its
+    folder `data` is the manifest that they are made from."""
+    folder = None if model is None else packaged_folder(model)
+    brought: list[str] = []
+    if folder is not None and (folder / "data").is_dir():
+        made = Manifest.read(folder / "data").source
+        brought = [kind for kind, generator in GENERATORS.items() if kind in TASKS and generator.section in made]
+    if folder is None or not set(tasks) <= set(brought):
+        return tasks, data or Path("benchmarks")
+    return tasks or brought, data or folder / "data"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What `freda eval MODEL` was asked for."""
@@ -82,8 +99,9 @@ class Asked:
         require(self.dtype in DTYPES, f"there is no dtype {self.dtype!r}; use one of {', '.join(DTYPES)}")
 
     def place(self, task: str) -> Path:
-        """The folder of a task's results."""
-        return (self.out or resolve_model_folder(self.model) / "eval") / task
+        """The folder of a task's results: with the model, but not inside the package."""
+        beside = packaged_folder(self.model) is None
+        return (self.out or (resolve_model_folder(self.model) / "eval" if beside else EVALS / self.model)) / task
 
     def examples(self, task: str) -> list[Example]:
         """The questions of a task of ours."""

@@ -29,7 +29,8 @@ from freda.eval.tasks import load_examples, tasks_named
 from freda.eval.tasks.task import Example, Task, checksum
 from freda.methods import METHODS
 from freda.methods.method import Method
-from freda.model.weights import LoadedModel, load_model, resolve_model_folder
+from freda.model.folders import resolve_model_folder
+from freda.model.weights import LoadedModel, load_model
 from freda.sections import to_dict
 
 FILE = "sweep.json"

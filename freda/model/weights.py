@@ -26,8 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from freda.config import LLAMA3_SCALING, MethodConfig, ModelConfig, from_dict
-from freda.data.tokenizer import Tokenizer, read_json, read_text
+from freda.data.tokenizer import Tokenizer, read_json
 from freda.errors import FredaError
+from freda.model.folders import resolve_model_folder
 from freda.model.scorer import Scorer
 from freda.model.tensors import Part, fill_parts, read_safetensors, weight_files
 from freda.model.transformer import Transformer, rotary_frequencies
@@ -74,25 +75,6 @@ class LoadedModel(NamedTuple):
 
 
 # -- reading a model folder ------------------------------------------------------------------------------------------
-
-
-def resolve_model_folder(path: Path) -> Path:
-    """The model folder that `path` means: itself, or the newest checkpoint of a run folder."""
-    if not path.exists():
-        raise FredaError(f"there is no model {path}; name a model folder or a run folder on this machine")
-    if path.is_file():
-        raise FredaError(f"{path} is a file; a model is a folder (GGUF files: run freda convert {path} TARGET)")
-    if (path / "config.json").is_file():
-        return path
-    if (path / "latest").is_file():
-        name = read_text(path / "latest").strip()
-        folder = path / "checkpoints" / name
-        if not (name and folder.is_dir()):
-            raise FredaError(f"{path / 'latest'} names the checkpoint {name!r}, but there is no folder {folder}")
-        return folder
-    if (path / "checkpoints").is_dir():
-        raise FredaError(f"the run {path} has no finished checkpoint yet; let it train until it saves one")
-    raise FredaError(f"{path} is not a model folder: it has no config.json")
 
 
 def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:

@@ -27,6 +27,7 @@ from freda.config import Config
 from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
 from freda.errors import AgreedError, FredaError, note
 from freda.methods.method import Step
+from freda.model.folders import model_path
 from freda.train import checkpoint
 from freda.train.flops import counted, step_flops
 from freda.train.metrics import MetricsFile, ProgressLine
@@ -89,7 +90,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, name: str = "tr
 def _with_absolute_paths(config: Config) -> Config:
     """A stored config must mean the same from every folder."""
     data = replace(config.data, path=str(Path(config.data.path).absolute()) if config.data.path else "")
-    init = str(Path(config.train.init).absolute()) if config.train.init else ""
+    init = str(model_path(Path(config.train.init)).absolute()) if config.train.init else ""
     return replace(config, data=data, train=replace(config.train, init=init))
 
 

@@ -74,7 +74,8 @@ def planned_shape(config: Config, name: str) -> ModelConfig:
     if not config.train.init:
         return config.model
     from freda.data.tokenizer import read_json
-    from freda.model.weights import model_config, resolve_model_folder
+    from freda.model.folders import resolve_model_folder
+    from freda.model.weights import model_config
 
     try:
         return model_config(read_json(resolve_model_folder(Path(config.train.init)) / "config.json"))

@@ -20,10 +20,11 @@ from freda.errors import FredaError, require
 from freda.methods import METHODS
 from freda.methods.method import Method
 from freda.model.attention import pick_backend
+from freda.model.folders import resolve_model_folder
 from freda.model.rates import matmul_rate
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, pick_device, rotary_frequencies
-from freda.model.weights import fill_model, load_model, resolve_model_folder
+from freda.model.weights import fill_model, load_model
 from freda.train.optim import make_optimizer
 from freda.train.parallel import Ranks, Root, check_gpu, own_parts, shard
 

@@ -1,0 +1,119 @@
+"""Models by name: folders of the user's, and those that come with the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import freda
+from freda.cli import run
+from freda.config import MethodConfig, MiniConfig, ModelConfig
+from freda.data import mini
+from freda.data.shards import Manifest
+from freda.data.tokenizer import train_tokenizer
+from freda.errors import FredaError
+from freda.model import folders
+from freda.model.folders import model_path, packaged, resolve_model_folder
+from freda.model.transformer import Transformer
+from freda.model.weights import save_model
+
+EASY = MiniConfig(documents=200, validation_documents=10)
+
+
+def write_stand_in(assets: Path) -> Path:
+    """A model with random weights in the place of the packaged one, with the settings of its questions."""
+    texts = [mini.item(kind, EASY, "train", number).document for kind in mini.KINDS for number in range(100)]
+    tokenizer = train_tokenizer(texts, 700)
+    shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48)
+    model = Transformer(shape, tokenizer.blank_id)
+    model.init_weights(3)
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(20)
+    save_model(assets / "mini", model, tokenizer, MethodConfig(name="self-refine"), stage="test")
+    (assets / "mini" / "data").mkdir()
+    made = {"mini": {"generator": mini.VERSION, **dataclasses.asdict(EASY)}}
+    Manifest(made, 16, tokenizer.eos_id, tokenizer.blank_id, tokenizer.fingerprint, {}).write(assets / "mini" / "data")
+    return assets / "mini"
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(folders, "ASSETS", tmp_path / "assets")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return write_stand_in(tmp_path / "assets")
+
+
+def test_a_packaged_model_is_called_by_its_name(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert packaged() == ["mini"] and resolve_model_folder(Path("mini")) == stand_in
+    assert freda.load("mini", device="cpu", pages=16).generate("Q: 1 + 1?\nA:", max_new_tokens=4).nfe > 0
+    assert run(["generate", "mini", "Q: 1 + 1?\nA:", "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["method"] == "self-refine"
+    assert run(["inspect", "mini"]) == 0 and "method self-refine" in capsys.readouterr().out
+    assert run(["convert", "mini", "small", "--int8"]) == 0 and Path("small/model.safetensors").is_file()
+
+
+def test_folders_of_the_users_go_first(stand_in: Path) -> None:
+    Path("mini").mkdir()
+    assert model_path(Path("mini")) == stand_in, "a folder that is no model is not meant"
+    Path("mini/latest").write_text("step-1", encoding="utf-8")
+    assert model_path(Path("mini")) == Path("mini")
+    assert model_path(Path("./runs/mini")) == Path("runs/mini"), "a path is a path"
+    assert model_path(stand_in) == stand_in
+
+
+def test_a_run_that_starts_from_a_packaged_model_keeps_its_folder(stand_in: Path) -> None:
+    from freda.config import Config, TrainConfig
+    from freda.train.loop import _with_absolute_paths
+
+    kept = _with_absolute_paths(Config(train=TrainConfig(init="mini")))
+    assert kept.train.init == str(stand_in)
+    assert _with_absolute_paths(Config(train=TrainConfig(init="runs/x"))).train.init == str(Path("runs/x").absolute())
+
+
+def test_the_packaged_model_brings_its_questions(
+    stand_in: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from freda.eval.tasks import mini_code, mini_logic, mini_math
+
+    for task in (mini_math, mini_code, mini_logic):
+        monkeypatch.setattr(task, "ROWS", 4)
+    quick = ["--limit", "2", "--max-new-tokens", "8", "--device", "cpu"]
+    assert run(["eval", "mini", *quick]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["mini_math", "mini_code", "mini_logic"]
+    assert Path("runs/eval/mini/mini_math/results.json").is_file() and not (stand_in / "eval").exists()
+    assert run(["eval", "mini", "--task", "mini_logic", *quick]) == 0
+    assert "mini_logic: " in capsys.readouterr().out
+    assert run(["eval", "mini", "--task", "gsm8k", *quick]) == 2
+    assert "benchmarks" in capsys.readouterr().err, "other tasks are read from where they always were"
+
+
+def test_without_packaged_models_all_else_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_stand_in(tmp_path / "elsewhere")
+    monkeypatch.setattr(folders, "ASSETS", tmp_path / "nothing")
+    assert packaged() == [] and resolve_model_folder(folder) == folder
+    with pytest.raises(FredaError, match=r"there is no model mini; .*; no model comes with this install"):
+        freda.load("mini")
+    assert run(["generate", "mini", "Q:"]) == 2
+    assert "there is no model mini" in capsys.readouterr().err
+    assert run(["eval", "mini"]) == 2
+    assert "name a model and a --task" in capsys.readouterr().err
+
+
+def test_an_unknown_name_is_told_the_known_ones(stand_in: Path) -> None:
+    with pytest.raises(FredaError, match=r"there is no model maxi; .* comes with freda: mini"):
+        resolve_model_folder(Path("maxi"))
+
+
+def test_packaged_models_are_small_enough_to_ship() -> None:
+    for name in packaged():
+        size = sum(path.stat().st_size for path in (folders.ASSETS / name).rglob("*") if path.is_file())
+        assert size <= 25_000_000, f"{name} has {size:,} bytes"
