@@ -213,6 +213,42 @@ def generate(
     )
 
 
+@app.command(
+    epilog="Examples: **freda chat runs/demo/self-refine**; **freda chat models/qwen3-0.6b --raw**; "
+    "from a pipe: **echo 'Tom has 31 pens. He gets 7 more. How many pens now?' | freda chat runs/demo/self-refine**. "
+    "In it: /reset, /set passes=2, /help, /quit"
+)
+def chat(
+    model: Annotated[Path, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")],
+    method: Annotated[str | None, typer.Option(help="Decode as another method than the model's own.")] = None,
+    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
+    threshold: Annotated[float, typer.Option(help="Probability from which a token is committed.")] = DECODING.threshold,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = DECODING.temperature,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = DECODING.seed,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue what is typed as it is: no template, no Q: and A:.")
+    ] = False,
+    drafts: Annotated[
+        bool | None, typer.Option(help="Show every pass of every block; by default if stdout is a terminal.")
+    ] = None,
+    pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.05,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+) -> None:
+    """Ask a model questions and watch it refine its answers."""
+    from freda.decode.api import load
+    from freda.decode.chat import Chat, messages, reader, talk
+
+    settings = {"passes": passes, "threshold": threshold, "max_new_tokens": max_new_tokens}
+    settings |= {"temperature": temperature, "seed": seed}
+    conversation = Chat(load(model, device, dtype, max_batch=1), settings, method=method, raw=raw)
+    if sys.stdin.isatty():
+        note(f"{model}: ask; /help says what else there is")
+    shown = sys.stdout.isatty() if drafts is None else drafts
+    talk(conversation, messages(reader(sys.stdin)), sys.stdout, drafts=shown, pause=pause)
+
+
 @app.command(epilog="Example: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**")
 def convert(
     source: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors, or a GGUF file.")],
