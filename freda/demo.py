@@ -2,7 +2,8 @@
 
 A corpus of word problems, an autoregressive base, and from the same weights with the same rows one continuation as
 block diffusion and one as self-refinement, which then gets a Best-of-N scorer; then a table of what each gets right
-with 1 to 4 passes, and three problems being refined pass by pass.
+with 1 to 4 passes, and three problems being refined pass by pass. Where a trained model comes with the package, it
+answers a question of each kind first, before anything is trained.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,26 @@ from rich.console import Console
 from rich.table import Table
 
 from freda import __version__
-from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, MethodName, ModelConfig, TrainConfig
+from freda.config import (
+    Config,
+    CorpusConfig,
+    DataConfig,
+    MethodConfig,
+    MethodName,
+    MiniConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from freda.data import mini
+from freda.data.generators import settings_in
 from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
-from freda.decode.generate import Pass, Request, generate
-from freda.decode.show import pass_line
+from freda.decode.generate import Output, Pass, Request, generate
+from freda.decode.show import LiveDrafts, pass_line
 from freda.errors import FredaError
 from freda.eval.run import exact_match, token_accuracy
 from freda.methods import METHODS
+from freda.model.folders import packaged_folder
 from freda.model.weights import LoadedModel, load_model
 from freda.train.loop import train
 
@@ -36,6 +50,8 @@ THRESHOLD = 0.9
 LONGEST_SOLUTION = 48  # tokens; the written ones have at most 33
 NOISE_MIN = 0.3  # of block diffusion: weights 1/t of small t add little but variance; 51 → 73 exact match (LOG.md)
 RESULTS, MARKER = "results.json", ".freda-demo"
+SHIPPED = Path("mini")  # the packaged model that answers first
+LONGEST_ANSWER, PAUSE = 192, 0.1  # its tokens; seconds between its passes on a terminal
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,7 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     """Everything: the table and the drafts on stdout, progress on stderr."""
     begun, plan, console = time.perf_counter(), make_plan(out, seed, quick=quick), Console(highlight=False)
     _clear(out)
+    _show_shipped(console)
     say("1/6 writing a corpus of word problems")
     prepare_corpus(plan.corpus, out / "data")
     models = {}
@@ -173,6 +190,30 @@ def _table(rows: list[dict[str, Any]], count: int) -> Table:
     return table
 
 
+def _show_shipped(console: Console) -> None:
+    """A held-out question of each kind, answered by the model that comes with the package; nothing if none does."""
+    folder = packaged_folder(SHIPPED)
+    if folder is None:
+        return
+    say(f"first, three questions to {SHIPPED}, a model that comes with freda")
+    loaded = load_model(folder)
+    for kind in mini.KINDS:
+        item = mini.item(kind, MiniConfig(**settings_in(folder / "data", kind)), "test", 0)
+        console.print(item.prompt, style="blue", markup=False, soft_wrap=True)
+        request = Request(prompt=loaded.tokenizer.encode(item.prompt), max_new_tokens=LONGEST_ANSWER)
+        with LiveDrafts((), loaded.tokenizer, file=sys.stdout, pause=PAUSE) as drafts:
+            output = _answer(loaded, request, drafts)
+        console.print(loaded.tokenizer.decode(output.tokens).rstrip("\n"), markup=False, soft_wrap=True)
+        console.print(f"{len(output.tokens)} tokens in {output.nfe} forwards\n", style="dim")
+    say(f"more of it: freda chat {SHIPPED}; now a tiny one is trained here")
+
+
+def _answer(loaded: LoadedModel, request: Request, watch: Callable[[Pass], None]) -> Output:
+    """By the plain loop; every pass is shown to `watch`."""
+    rule, stop_ids = METHODS[loaded.method.name], loaded.tokenizer.stop_ids
+    return generate(loaded.model, rule, loaded.method, [request], stop_ids=stop_ids, watch=watch)[0]
+
+
 def _show_refinement(console: Console, loaded: LoadedModel, test: list[Problem]) -> None:
     """Three problems pass by pass, chosen so that something changes: solved, with a token revised on the way."""
     console.print("\nThree problems being refined. A line is one pass over a block of four tokens,")
@@ -183,8 +224,7 @@ def _show_refinement(console: Console, loaded: LoadedModel, test: list[Problem])
         request = Request(
             prompt=loaded.tokenizer.encode(problem.prompt), threshold=THRESHOLD, max_new_tokens=LONGEST_SOLUTION
         )
-        rule, stop_ids = METHODS[loaded.method.name], loaded.tokenizer.stop_ids
-        output = generate(loaded.model, rule, loaded.method, [request], stop_ids=stop_ids, watch=watched.append)[0]
+        output = _answer(loaded, request, watched.append)
         solved = grade(problem, loaded.tokenizer.decode(output.tokens))
         if not (solved and _revised(watched)) and problem is not test[-1]:
             continue

@@ -113,6 +113,19 @@ def test_an_unknown_name_is_told_the_known_ones(stand_in: Path) -> None:
         resolve_model_folder(Path("maxi"))
 
 
+def test_the_demo_begins_with_the_packaged_model(
+    stand_in: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freda.demo.LONGEST_ANSWER", 8)
+    assert run(["demo", "--quick", "--out", "demo"]) == 0
+    shown = capsys.readouterr()
+    before = shown.out[: shown.out.index("held-out problems")]
+    for kind in mini.KINDS:
+        assert mini.item(kind, EASY, "test", 0).prompt in before
+    assert before.count("tokens in") == 3 and "pass 1" in before
+    assert shown.err.index("three questions to mini") < shown.err.index("1/6 writing a corpus")
+
+
 def test_packaged_models_are_small_enough_to_ship() -> None:
     for name in packaged():
         size = sum(path.stat().st_size for path in (folders.ASSETS / name).rglob("*") if path.is_file())
