@@ -11,11 +11,13 @@ demo: $(INSTALLED)  ## train four small models and watch one refine its drafts
 test: lint  ## lint, types and tests
 	$(BIN)/pytest
 
-smoke: $(INSTALLED)  ## the experiments of experiments/mini from end to end, too small to learn anything: 2 minutes
+smoke: $(INSTALLED)  ## the experiments of experiments/mini from end to end, too small to learn anything: 2 to 3 minutes
 	rm -rf runs/smoke
 	for script in train compute ablations sweep; do \
 	    FREDA=$(abspath $(BIN)/freda) experiments/mini/$$script.sh --smoke || exit 1; \
 	done
+	FREDA=$(abspath $(BIN)/freda) PYTHON=$(abspath $(BIN)/python) LIMIT=4 ASSETS=$(abspath runs/smoke/assets) \
+	    experiments/mini/ship.sh --smoke
 
 lint: $(INSTALLED)  ## what CI checks before the tests
 	$(BIN)/ruff format --check .

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shlex
+import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,10 @@ import pytest
 
 from freda import config as configs
 from freda.config import Config, MethodConfig
+from freda.data.generators import settings_in
+from freda.data.shards import Manifest, SplitInfo
+from freda.model.weights import load_model
+from tests.stand_in import write_stand_in
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS, CONFIGS = ROOT / "experiments" / "mini", ROOT / "configs" / "mini"
@@ -166,3 +173,63 @@ def test_the_smoke_run_is_small_and_valid(work: Path) -> None:
     }
     assert all(run.train.steps * run.train.batch_rows <= 20 for run in found.values())
     assert all(run.train.device == "cpu" for run in found.values()) and found["0/base"].model.dim == 32
+
+
+# -- the card of the shipped model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shipping(tmp_path: Path) -> dict[str, Path]:
+    """A trained run behind its base, the model, results and shards, as ship.sh leaves them."""
+    model = write_stand_in(tmp_path)
+    for name, init in (("base", ""), ("tuned", "/another/machine/base")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        run = configs.load(CONFIGS / ("base.toml" if not init else "self-refine.toml"), [f"train.init={init}"])
+        (tmp_path / "runs" / name / "config.toml").write_text(configs.dump(run), encoding="utf-8")
+    for kind, right in (("whole", 0.8125), ("int8", 0.8100)):
+        for number, task in enumerate(("mini_math", "mini_code", "mini_logic")):
+            found = {
+                "n": 2000,
+                "accuracy": right - number / 10,
+                "standard_error": 0.009,
+                "tpf": 3.25,
+                "device": "a GPU",
+            }
+            found |= {"prompts": ["Q: Mia's?\nA:"], "settings": {"passes": 4, "threshold": 0.9}}
+            folder = tmp_path / "evals" / kind / task
+            folder.mkdir(parents=True)
+            (folder / "results.json").write_text(json.dumps(found), encoding="utf-8")
+    manifest = Manifest.read(model / "data")
+    (tmp_path / "shards").mkdir()
+    replace(manifest, splits={"train": SplitInfo(9, 123_456, [])}).write(tmp_path / "shards")
+    shutil.rmtree(model / "data")
+    named = {"run": "runs/tuned", "model": "mini", "evals": "evals", "data": "shards", "out": "assets/mini"}
+    return {name: tmp_path / path for name, path in named.items()}
+
+
+def make_card(shipping: dict[str, Path]) -> subprocess.CompletedProcess[str]:
+    options = [word for name, path in shipping.items() for word in (f"--{name}", str(path))]
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / "card.py"), *options], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_card_says_what_the_files_say(shipping: dict[str, Path]) -> None:
+    done = make_card(shipping)
+    assert done.returncode == 0, done.stderr
+    text = (shipping["out"] / "README.md").read_text(encoding="utf-8")
+    assert "| mathematics | 2,000 | 81.0 | 0.9 | 3.25 | 81.2 |" in text and "| logic | 2,000 | 61.0 |" in text
+    assert "1. autoregressive: 2,000 steps, 65.5 M tokens" in text and "2. self-refine: 1,000 steps, 32.8 M" in text
+    assert "123,456 tokens" in text and r"$'Q: Mia\'s?\nA:'" in text and "{" not in text
+    settings_in(shipping["out"] / "data", "mini_math")  # freda eval finds its questions there
+    assert load_model(shipping["out"]).method.name == "self-refine"
+    assert make_card(shipping).returncode == 2, "what is there is not replaced"
+
+
+def test_a_model_that_int8_harms_is_not_shipped(shipping: dict[str, Path]) -> None:
+    for task in ("mini_math", "mini_code", "mini_logic"):
+        path = shipping["evals"] / "int8" / task / "results.json"
+        found = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**found, "accuracy": found["accuracy"] - 0.0026}), encoding="utf-8")
+    done = make_card(shipping)
+    assert done.returncode == 2 and "int8 costs 0.51 points" in done.stderr and not shipping["out"].exists()

@@ -1,0 +1,156 @@
+"""Put a model with its card into `freda/assets`; every number of the card is read from a file.
+
+    python experiments/mini/card.py --run RUN --model INT8 --evals EVALS --data SHARDS --out freda/assets/mini
+
+RUN is the training, INT8 what `freda convert --int8` made of it, EVALS/whole and EVALS/int8 what `freda eval` found
+with both. A model of more than 25 MB, or one that int8 costs half a point or more in the mean of the tasks, is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from freda import config as configs
+from freda.data.shards import Manifest
+from freda.errors import FredaError, require
+from freda.model.weights import load_model
+
+MOST_BYTES, MOST_LOSS = 25_000_000, 0.005
+TASKS = {"mini_math": "mathematics", "mini_code": "code", "mini_logic": "logic"}
+
+CARD = """# {name}
+
+A language model of {parameters} parameters that drafts {block_size} tokens at a time and refines its own drafts. It
+comes with `freda`, so that there is something to try without a download. It answers questions of the
+[mini suite]({suite}), made-up word problems, small Python functions and deductions, in English, and nothing else: it
+has read no other text, knows nothing of the world, and takes each question by itself.
+
+```
+freda chat {name}
+freda generate {name} $'{question}' --show-drafts
+freda eval {name}
+```
+
+## What it does
+
+Held-out questions, none of whose contents is in the training data; {passes} passes, threshold {threshold}, on {device}:
+
+| kind | questions | right (%) | standard error | tokens per forward | before int8 (%) |
+|---|---:|---:|---:|---:|---:|
+{rows}
+
+The method is {method}; other numbers of passes and the baselines trained from the same base are in `results/mini`.
+Logic is chosen by likelihood, in one forward.
+
+## How it was made
+
+{stages}
+
+Rows of {seq_len:,} tokens, {tokens:,} tokens of training text prepared, AdamW; the configs are `configs/mini`, the
+commands `experiments/mini`. The weights are int8 with a scale for each row: {megabytes:.1f} MB in all. Apache-2.0, as
+the code.
+"""
+
+
+def results(evals: Path, kind: str) -> dict[str, dict[str, Any]]:
+    """What `freda eval` found, by task."""
+    found = {}
+    for task in TASKS:
+        path = evals / kind / task / "results.json"
+        require(path.is_file(), f"there is no {path}; run freda eval first")
+        found[task] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def stages(run: Path) -> list[configs.Config]:
+    """The trainings that led to a run, the first one first."""
+    path = run / "config.toml"
+    require(path.is_file(), f"{run} is no run folder: it has no config.toml")
+    config = configs.load(path)
+    if not config.train.init:
+        return [config]
+    beside = run.parent / Path(config.train.init).name  # where it lies if the folder of all runs was moved
+    return [*stages(beside if beside.is_dir() else Path(config.train.init)), config]
+
+
+def stage_line(number: int, config: configs.Config) -> str:
+    """One training in words."""
+    tokens = config.train.steps * config.train.batch_rows * config.data.seq_len
+    what = f"{config.train.steps:,} steps, {tokens / 1e6:.1f} M tokens"
+    return f"{number}. {config.method.name}: {what}, learning rate {config.train.lr:g}, seed {config.train.seed}."
+
+
+def table_row(kind: str, found: dict[str, Any], before: float) -> str:
+    """A line of the card's table; `before` is the accuracy without int8."""
+    right, error = 100 * found["accuracy"], 100 * found["standard_error"]
+    return f"| {kind} | {found['n']:,} | {right:.1f} | {error:.1f} | {found['tpf']:.2f} | {100 * before:.1f} |"
+
+
+def card(name: str, run: Path, model: Path, evals: Path, data: Path) -> str:
+    """The text of the card."""
+    whole, small, loaded = results(evals, "whole"), results(evals, "int8"), load_model(model)
+    size = sum(path.stat().st_size for path in model.iterdir())
+    require(size <= MOST_BYTES, f"{model} has {size:,} bytes; at most {MOST_BYTES:,} are shipped")
+    lost = sum(whole[task]["accuracy"] - small[task]["accuracy"] for task in TASKS) / len(TASKS)
+    require(lost < MOST_LOSS, f"int8 costs {100 * lost:.2f} points; less than {100 * MOST_LOSS} are allowed")
+    rows = [table_row(kind, small[task], whole[task]["accuracy"]) for task, kind in TASKS.items()]
+    made, decoding = stages(run), small["mini_math"]["settings"]
+    return CARD.format(
+        name=name,
+        parameters=f"{sum(weight.numel() for weight in loaded.model.parameters()) / 1e6:.1f} M",
+        suite="../../../docs/mini.md",
+        question=small["mini_math"]["prompts"][0].replace("'", "\\'").replace("\n", "\\n"),
+        device=small["mini_math"]["device"],
+        passes=decoding["passes"],
+        threshold=decoding["threshold"],
+        block_size=loaded.method.block_size,
+        method=loaded.method.name,
+        rows="\n".join(rows),
+        stages="\n".join(stage_line(number, config) for number, config in enumerate(made, start=1)),
+        seq_len=made[-1].data.seq_len,
+        tokens=Manifest.read(data).splits["train"].tokens,
+        megabytes=size / 1e6,
+    )
+
+
+def ship(run: Path, model: Path, evals: Path, data: Path, out: Path) -> None:
+    """Write the folder, whole or not at all."""
+    text = card(out.name, run, model, evals, data)
+    require(not out.exists(), f"{out} exists already; remove it first")
+    made = out.with_name(out.name + ".tmp")
+    shutil.rmtree(made, ignore_errors=True)
+    shutil.copytree(model, made, ignore=shutil.ignore_patterns("eval"))
+    (made / "README.md").write_text(text, encoding="utf-8")
+    (made / "data").mkdir()
+    replace(Manifest.read(data), splits={}, examples=[]).write(
+        made / "data"
+    )  # how its questions are made, and no shards
+    for path in made.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes for its user alone
+    made.rename(out)
+
+
+def main() -> int:
+    """Read the arguments, say what is wrong in one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("run", "model", "evals", "data", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    chosen = parser.parse_args()
+    try:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        ship(chosen.run, chosen.model, chosen.evals, chosen.data, chosen.out)
+    except FredaError as error:
+        print(f"card: error: {error}", file=sys.stderr)
+        return 2
+    print(chosen.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
