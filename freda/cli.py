@@ -153,7 +153,7 @@ def train(
 
 @app.command(epilog='Example: **freda generate runs/demo/self-refine "Q: Mia has 12 shells." --show-drafts**')
 def generate(
-    model: Annotated[Path, typer.Argument(help="A model folder, or a run folder (its newest checkpoint).")],
+    model: Annotated[Path, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
     method: Annotated[
         str | None,
@@ -279,7 +279,7 @@ def convert(
 )
 def evaluate_(
     model: Annotated[
-        Path | None, typer.Argument(help="A model folder, or a run folder (its newest checkpoint).")
+        Path | None, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")
     ] = None,
     task: Annotated[
         list[str],

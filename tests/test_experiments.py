@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,30 @@ def test_what_is_done_is_not_done_again_and_what_was_stopped_goes_on(work: Path)
     assert [call[:3] for call in second][:1] == [["train", "--resume", broken]]
     assert set(runs(second)) == {"0/best-of-n"}
     assert called(work, "train.sh", SEEDS="0") == []
+
+
+def test_a_training_that_is_told_to_stop_is_not_finished(work: Path) -> None:
+    """freda leaves with 0 after SIGTERM. The script waits for it, marks nothing, and goes on with it the next time."""
+    program = work / "freda"
+    waits = """#!/bin/bash
+[ "$1" = prepare ] && { mkdir -p "$3"; touch "$3/manifest.json"; exit; }
+trap 'sleep 0.5; echo saved >"$WORK/saved"; echo "go on with: freda train --resume x" >&2; exit 0' TERM
+mkdir -p "$4"; touch "$4/config.toml"
+touch "$WORK/begun"; for _ in {1..300}; do sleep 0.1; done
+"""
+    program.write_text(waits, encoding="utf-8")
+    environment = {**os.environ, "WORK": str(work), "FREDA": str(program), "SEEDS": "0"}
+    script = subprocess.Popen([str(SCRIPTS / "train.sh")], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while not (work / "begun").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    script.terminate()
+    assert script.wait(timeout=20) == 143
+    assert (work / "saved").exists(), "the training was told, and waited for"
+    assert not (work / "runs/mini-suite/0/base/finished").exists()
+    program.write_text(PROGRAM, encoding="utf-8")
+    assert called(work, "train.sh", SEEDS="0")[0] == ["train", "--resume", "runs/mini-suite/0/base"]
 
 
 def test_less_of_it(work: Path) -> None:

@@ -38,11 +38,14 @@ else
 fi
 WORK=${WORK:-$root} SEEDS=${SEEDS:-0 1 2} JOBS=${JOBS:-4} TOKENS=${TOKENS:-150_000_000} FREDA=${FREDA:-freda}
 DEVICE=${DEVICE:-auto} TRAIN=${TRAIN:-} SWEEP=${SWEEP:-}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # for python -m freda from any folder
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-4} # for each of the trainings side by side
 wanted=()
 mkdir -p "$WORK/$runs"
 cd "$WORK"
 trap 'jobs -p | xargs -r kill 2>/dev/null || true; wait' EXIT # a training that is told to stop saves first
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 # settings NAME=VALUE ... : as options
 settings() {
@@ -58,15 +61,25 @@ background() {
     if [ -e "$folder/finished" ]; then return; fi
     while [ "$(jobs -rp | wc -l)" -ge "$JOBS" ]; do wait -n || true; done
     mkdir -p "$(dirname "$folder")"
-    {
-        if "$@" >>"$folder.log" 2>&1; then
-            touch "$folder/finished"
-            echo "$folder: finished"
-        else
-            echo "$folder: failed, see $WORK/$folder.log" >&2
-            tail -n 3 "$folder.log" >&2
-        fi
-    } &
+    watched "$folder" "$@" &
+}
+
+# watched FOLDER COMMAND ... : mark the folder if the command comes to its end; a signal is passed on, and waited for
+watched() {
+    local folder=$1 child code=0
+    shift
+    "$@" >"$folder.log" 2>&1 &
+    child=$!
+    trap 'kill "$child" 2>/dev/null || true' TERM INT
+    wait "$child" || code=$?
+    while kill -0 "$child" 2>/dev/null; do wait "$child" || code=$?; done
+    if [ "$code" != 0 ] || grep -q "^go on with: " "$folder.log"; then # a training that was told to stop leaves with 0
+        echo "$folder: not finished, see $WORK/$folder.log" >&2
+        tail -n 3 "$folder.log" >&2
+        return
+    fi
+    touch "$folder/finished"
+    echo "$folder: finished"
 }
 
 # train FOLDER CONFIG [section.key=value ...] : a training, gone on with where it was stopped
