@@ -128,9 +128,8 @@ def ship(run: Path, model: Path, evals: Path, data: Path, out: Path) -> None:
     shutil.copytree(model, made, ignore=shutil.ignore_patterns("eval"))
     (made / "README.md").write_text(text, encoding="utf-8")
     (made / "data").mkdir()
-    replace(Manifest.read(data), splits={}, examples=[]).write(
-        made / "data"
-    )  # how its questions are made, and no shards
+    questions = replace(Manifest.read(data), splits={}, examples=[])  # how they are made, without shards
+    questions.write(made / "data")
     for path in made.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes for its user alone
     made.rename(out)

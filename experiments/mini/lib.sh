@@ -7,7 +7,7 @@
 #   JOBS   trainings at a time on the one device; a model this small does not fill it
 #   FREDA  the program, for instance "python -m freda"
 #   TOKENS training tokens to prepare; the longest run ends with row 137,280, of 1,024 tokens each
-#   PERCENT  of the steps of every training, 100; for a first look, or less time on the device
+#   PERCENT  of the steps of every training, 100 or less, for a first look; what follows the base begins behind its rows
 #   ONLY   names of trainings, for instance "base self-refine"; all by default
 #   TRAIN  more settings for every training, as "section.key=value ..."
 #   SWEEP  more settings for every sweep, likewise
