@@ -170,6 +170,7 @@ def test_a_template_gets_the_conversation_without_what_is_too_old(tmp_path: Path
     for number in range(8):
         list(chat.ask(f"more {number}?"))
     assert asked[-1].endswith("[user] more 7?\n[assistant]") and "one?" not in asked[-1]
+    assert asked[-1].startswith("[user] more "), "a question goes with its answer"
     assert len(model.loaded.tokenizer.encode(asked[-1])) + 8 <= 96
     chat.command("/reset")
     list(chat.ask("new?"))

@@ -176,6 +176,9 @@ touch "$WORK/begun"; for _ in {1..300}; do sleep 0.1; done
     assert script.wait(timeout=20) == 143
     assert (work / "saved").exists(), "the training was told, and waited for"
     assert not (work / "runs/mini-suite/0/base/finished").exists()
+    alone = '#!/bin/bash\necho "go on with: freda train --resume x" >&2\n'  # it was told, and the script was not
+    program.write_text(alone, encoding="utf-8")
+    called(work, "train.sh", fails=True, SEEDS="0")
     program.write_text(PROGRAM, encoding="utf-8")
     assert called(work, "train.sh", SEEDS="0")[0] == ["train", "--resume", "runs/mini-suite/0/base"]
 
