@@ -1,0 +1,128 @@
+"""The head for few tokens: each one's likeliest id, its probability, and the runner-up, without the logits.
+
+One program has 64 ids; it leaves of each token the best two of them and the sum of exponents, and a second kernel merges
+these. Logits are rounded as a matrix product would leave them, and of equal ones the lowest id counts, so the choice is that
+of the plain twin, `draft.predict`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from freda.model.kernels.skinny import HEAD, TILE, Stream
+
+
+class Partial(NamedTuple):
+    """Of every tile of ids and every token: the best two logits and their ids, and Σ exp(logit − best)."""
+
+    logits: Tensor  # (2, tiles, M) fp32
+    ids: Tensor  # (2, tiles, M) int32
+    sums: Tensor  # (tiles, M) fp32
+
+
+def new_partial(tokens: int, rows: int, device: torch.device) -> Partial:
+    """Memory for `pick` among the ids of `rows` rows of a head."""
+    tiles = -(-rows // TILE)
+    ids = torch.empty(2, tiles, tokens, dtype=torch.int32, device=device)
+    return Partial(torch.empty(2, tiles, tokens, device=device), ids, torch.empty(tiles, tokens, device=device))
+
+
+def pick(
+    stream: Stream, tokens: Tensor, weight: Tensor, vocabulary: int, eps: float, partial: Partial
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Best id, probability, second id and its probability of `tokens` (T,), which number the tokens of the stream."""
+    count, tiles = len(tokens), partial.sums.shape[0]
+    inner = stream.x.shape[1]
+    _scan[(tiles,)](
+        *(stream.scaled, weight, stream.squares, tokens, *partial),
+        *(count, stream.x.shape[0], weight.shape[0], vocabulary, inner, eps, len(stream.squares)),
+        BM=max(16, triton.next_power_of_2(count)),
+        BN=TILE,
+        BK=HEAD.chunk,
+        TILES=triton.next_power_of_2(len(stream.squares)),
+        STAGES=HEAD.stages,
+        num_warps=4,
+    )
+    ids = torch.empty(2, count, dtype=torch.int64, device=weight.device)
+    prob = torch.empty(2, count, device=weight.device)
+    _merge[(count,)](*partial, ids, prob, count, tiles, vocabulary, BLOCK=1024, num_warps=4)
+    return ids[0], prob[0], ids[1], prob[1]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scan(  # type: ignore[no-untyped-def]
+    A, W, SQUARES, TOKENS, LOGITS, IDS, SUMS, count, all_tokens, rows, vocabulary, inner, eps, tiles,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
+    real = m < count
+    token = tl.load(TOKENS + m, mask=real, other=0)
+    weight = W + tl.minimum(n, rows - 1)[:, None].to(tl.int64) * inner + k[None, :]
+    given = A + token[None, :] * inner + k[:, None]
+    logits = tl.zeros((BN, BM), tl.float32)
+    for at in tl.range(0, inner, BK, num_stages=STAGES):
+        a = tl.load(given + at, mask=real[None, :], other=0.0)
+        logits = tl.dot(tl.load(weight + at, eviction_policy="evict_first"), a, logits)
+    t = tl.arange(0, TILES)
+    kept = (t < tiles)[:, None] & real[None, :]
+    squares = tl.load(SQUARES + t[:, None] * all_tokens + token[None, :], mask=kept, other=0.0)
+    logits = logits * tl.rsqrt(tl.sum(squares, 0) / inner + eps)[None, :]
+    logits = logits.to(A.dtype.element_ty).to(tl.float32)
+    logits = tl.where((n < vocabulary)[:, None], logits, float("-inf"))
+    best = tl.max(logits, 0)
+    place = tl.min(tl.where(logits == best[None, :], n[:, None], 2147483647), 0)
+    total = tl.sum(tl.where((n < vocabulary)[:, None], tl.exp(logits - best[None, :]), 0.0), 0)
+    others = tl.where(n[:, None] == place[None, :], float("-inf"), logits)
+    second = tl.max(others, 0)
+    second_place = tl.min(tl.where(others == second[None, :], n[:, None], 2147483647), 0)
+    at = tile * count + m
+    step = tl.num_programs(0) * count
+    tl.store(LOGITS + at, best, mask=real)
+    tl.store(LOGITS + step + at, second, mask=real)
+    tl.store(IDS + at, place, mask=real)
+    tl.store(IDS + step + at, second_place, mask=real)
+    tl.store(SUMS + at, total, mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(LOGITS, IDS, SUMS, ID, PROB, count, tiles, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    m = tl.program_id(0)
+    step = tiles * count
+    best, total = float("-inf"), 0.0
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        inside = tile < tiles
+        value = tl.load(LOGITS + tile * count + m, mask=inside, other=float("-inf"))
+        part = tl.load(SUMS + tile * count + m, mask=inside, other=0.0)
+        higher = tl.maximum(best, tl.max(value))
+        total = total * tl.exp(best - higher) + tl.sum(tl.where(inside, part * tl.exp(value - higher), 0.0))
+        best = higher
+    chosen = 2147483647
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        inside = tile < tiles
+        value = tl.load(LOGITS + tile * count + m, mask=inside, other=float("-inf"))
+        place = tl.load(IDS + tile * count + m, mask=inside, other=2147483647)
+        chosen = tl.minimum(chosen, tl.min(tl.where(value == best, place, 2147483647)))
+    second, other = float("-inf"), 2147483647
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        inside = tile < tiles
+        value = tl.load(LOGITS + tile * count + m, mask=inside, other=float("-inf"))
+        place = tl.load(IDS + tile * count + m, mask=inside, other=2147483647)
+        value = tl.where(place == chosen, tl.load(LOGITS + step + tile * count + m, mask=inside, other=float("-inf")), value)
+        place = tl.where(place == chosen, tl.load(IDS + step + tile * count + m, mask=inside, other=2147483647), place)
+        higher = tl.max(value)
+        here = tl.min(tl.where(value == higher, place, 2147483647))
+        other = tl.where(higher > second, here, tl.where(higher == second, tl.minimum(other, here), other))
+        second = tl.maximum(second, higher)
+    tl.store(ID + m, tl.minimum(chosen, vocabulary - 1).to(tl.int64))  # NaN equals nothing
+    tl.store(ID + count + m, tl.minimum(other, vocabulary - 1).to(tl.int64))
+    tl.store(PROB + m, 1.0 / total)
+    tl.store(PROB + count + m, tl.exp(second - best) / total)

@@ -1,0 +1,188 @@
+"""Matrix products with few rows (tokens), bound by the reading of the weights, and what is done to their results.
+
+A program multiplies 64 rows of a weight, or a part of their columns, with all tokens: the weight is the left factor, so
+that the tensor cores' tall tiles are full and every byte of it is read once. Where few tiles would leave multiprocessors
+idle, the columns are split; the last program of a tile adds the parts up in their order, so results do not depend on
+timing.
+
+RMS norms cost no kernel of their own. Who writes the residual stream x also writes x·g, g being the weight of the norm to
+come, and each tile's share of Σ x²; who multiplies with the normed x takes x·g and scales the result. The plain twin is a
+`transformer.Layer`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_ROWS = 64
+TILE = 64  # rows of a weight in a program
+
+
+class Stream(NamedTuple):
+    """The residual stream of M tokens, as the products take and leave it."""
+
+    x: Tensor  # (M, D) bf16
+    scaled: Tensor  # (M, D) bf16: x·g, for the norm to come
+    squares: Tensor  # (D / TILE, M) fp32: of each tile of columns, Σ x²
+
+
+class Plan(NamedTuple):
+    """How a product is cut up."""
+
+    splits: int
+    chunk: int
+    stages: int
+
+
+# Found by trying on an H200 with 8 tokens and Qwen3-4B's shape; splits leave two to four programs a multiprocessor.
+PROJECT, RESIDUAL, GATE, HEAD = Plan(4, 64, 4), Plan(8, 128, 3), Plan(1, 128, 3), Plan(1, 128, 3)
+
+
+def new_stream(tokens: int, width: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Stream:
+    """A stream to be written to."""
+    x, scaled = torch.empty(2, tokens, width, device=device, dtype=dtype).unbind()
+    return Stream(x, scaled, torch.zeros(-(-width // TILE), tokens, device=device))
+
+
+def embed(ids: Tensor, alpha: Tensor, table: Tensor, blank_id: int, norm: Tensor, out: Stream) -> None:
+    """Eq. soft_prediction_embedding of M tokens into `out`, for a norm of weight `norm` to come."""
+    tokens, width = out.x.shape
+    _embed[(tokens,)](
+        *(ids, alpha, table, norm, *out, blank_id, tokens, width),
+        TILES=triton.next_power_of_2(len(out.squares)),
+        WIDTH=triton.next_power_of_2(width),
+        num_warps=8,
+    )
+
+
+def project(stream: Stream, weight: Tensor, eps: float, out: Tensor) -> None:
+    """The normed stream times weight.T, in parts: their sum over the first dimension of `out` (S, M, N) is it."""
+    _launch(stream.scaled, weight, out, PROJECT._replace(splits=len(out)), stream=stream, eps=eps, mode=0)
+
+
+def gate(stream: Stream, weight: Tensor, eps: float, out: Tensor) -> None:
+    """silu(normed · gate.T) · (normed · up.T) into `out` (M, N); `weight` is gate over up, (2N, D)."""
+    _launch(stream.scaled, weight, out, GATE, stream=stream, eps=eps, mode=1)
+
+
+def add(x: Tensor, weight: Tensor, scratch: Scratch, norm: Tensor, stream: Stream) -> None:
+    """stream.x += x · weight.T, rescaled for a norm of weight `norm` to come."""
+    _launch(x, weight, norm, RESIDUAL, stream=stream, eps=0.0, mode=2, scratch=scratch)
+
+
+class Scratch(NamedTuple):
+    """Memory for sums in parts; the counts are left at zero."""
+
+    parts: Tensor  # (S, M, N) fp32, as flat as it likes to be
+    counts: Tensor  # (tiles,) int32
+
+
+def new_scratch(tokens: int, width: int, device: torch.device) -> Scratch:
+    """Enough for `add` to a stream of this width."""
+    parts = torch.empty(RESIDUAL.splits * tokens * width, device=device)
+    return Scratch(parts, torch.zeros(-(-width // TILE), dtype=torch.int32, device=device))
+
+
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, plan: Plan, *, stream: Stream, eps: float, mode: int, scratch: Scratch | None = None
+) -> None:
+    tokens, inner = x.shape
+    rows = weight.shape[0] // 2 if mode == 1 else weight.shape[0]
+    assert tokens <= MOST_ROWS and inner % plan.chunk == 0 and rows % TILE == 0, (x.shape, weight.shape)
+    parts, counts = scratch or (out, out)
+    _skinny[(rows // TILE, plan.splits)](
+        *(x, weight, out, *stream, parts, counts, tokens, rows, inner, eps, len(stream.squares)),
+        MODE=mode,
+        SPLITS=plan.splits,
+        BM=max(16, triton.next_power_of_2(tokens)),
+        BN=TILE,
+        BK=plan.chunk,
+        TILES=triton.next_power_of_2(len(stream.squares)),
+        STAGES=plan.stages,
+        num_warps=4,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _embed(  # type: ignore[no-untyped-def]
+    IDS, ALPHA, TABLE, NORM, X, SCALED, SQUARES, blank, tokens, width, TILES: tl.constexpr, WIDTH: tl.constexpr
+):
+    token = tl.program_id(0)
+    at = tl.arange(0, WIDTH)
+    inside = at < width
+    row = tl.load(IDS + token).to(tl.int64)
+    alpha = tl.load(ALPHA + token)
+    one = tl.load(TABLE + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    none = tl.load(TABLE + blank.to(tl.int64) * width + at, mask=inside, other=0.0).to(tl.float32)
+    near = tl.where(alpha < 0.5, none + alpha * (one - none), one - (one - none) * (1.0 - alpha))  # as torch.lerp
+    x = near.to(X.dtype.element_ty)
+    wide = x.to(tl.float32)
+    norm = tl.load(NORM + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(X + token * width + at, x, mask=inside)
+    tl.store(SCALED + token * width + at, (wide * norm).to(SCALED.dtype.element_ty), mask=inside)
+    tile = tl.arange(0, TILES)
+    total = tl.where(tile == 0, tl.sum(wide * wide), 0.0)
+    tl.store(SQUARES + tile * tokens + token, total, mask=tile < tl.cdiv(width, 64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _skinny(  # type: ignore[no-untyped-def]
+    A, W, OUT, X, SCALED, SQUARES, PARTS, COUNTS, tokens, rows, inner, eps, tiles,
+    MODE: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
+    real = m < tokens
+    per = tl.cdiv(inner // BK, SPLITS) * BK
+    first = split * per
+    last = min(inner, first + per)
+    weight = W + n[:, None].to(tl.int64) * inner + k[None, :]
+    given = A + m[None, :] * inner + k[:, None]
+    total = tl.zeros((BN, BM), tl.float32)
+    if MODE == 1:
+        up_weight = weight + rows.to(tl.int64) * inner
+        up = tl.zeros((BN, BM), tl.float32)
+    for at in tl.range(first, last, BK, num_stages=STAGES):
+        a = tl.load(given + at, mask=real[None, :], other=0.0)
+        total = tl.dot(tl.load(weight + at, eviction_policy="evict_first"), a, total)
+        if MODE == 1:
+            up = tl.dot(tl.load(up_weight + at, eviction_policy="evict_first"), a, up)
+    place = m[None, :] * rows + n[:, None]
+    if MODE < 2:  # of a normed stream
+        t = tl.arange(0, TILES)
+        squares = tl.load(SQUARES + t[:, None] * tokens + m[None, :], mask=(t < tiles)[:, None] & real[None, :], other=0.0)
+        scale = tl.rsqrt(tl.sum(squares, 0) / inner + eps)[None, :]
+        total = total * scale
+    if MODE == 0:
+        tl.store(OUT + split * tokens * rows + place, total.to(OUT.dtype.element_ty), mask=real[None, :])
+    if MODE == 1:
+        up = up * scale
+        total = total / (1.0 + tl.exp(-total)) * up
+        tl.store(OUT + place, total.to(OUT.dtype.element_ty), mask=real[None, :])
+    if MODE == 2:
+        mine = True
+        if SPLITS > 1:
+            tl.store(PARTS + split * tokens * rows + place, total, mask=real[None, :])
+            tl.debug_barrier()
+            mine = tl.atomic_add(COUNTS + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if mine:
+            if SPLITS > 1:
+                total = tl.zeros((BN, BM), tl.float32)
+                for part in range(SPLITS):  # in their order, whoever came last
+                    total += tl.load(
+                        PARTS + part * tokens * rows + place, mask=real[None, :], other=0.0, cache_modifier=".cg"
+                    )
+                tl.atomic_xchg(COUNTS + tile, 0)
+            x = tl.load(X + place, mask=real[None, :], other=0.0).to(tl.float32)
+            x = (x + total.to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty)
+            wide = x.to(tl.float32)
+            norm = tl.load(OUT + n).to(tl.float32)[:, None]
+            tl.store(X + place, x, mask=real[None, :])
+            tl.store(SCALED + place, (wide * norm).to(SCALED.dtype.element_ty), mask=real[None, :])
+            tl.store(SQUARES + tile * tokens + m, tl.sum(wide * wide, 0), mask=real)
