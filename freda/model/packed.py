@@ -18,6 +18,8 @@ from freda.model.kernels.pages import Heads, Rows, Texts
 from freda.model.kernels.skinny import Stream
 from freda.model.transformer import KeysValues, Layer, RMSNorm, Transformer
 
+FETCHED = 4 << 20  # elements of gate and up that are brought into the cache during attention
+
 
 class PackedLayer(NamedTuple):
     """The weights of one layer."""
@@ -65,7 +67,6 @@ def _pack_layer(layer: Layer, model: Transformer) -> PackedLayer:
         config.kv_heads,
         config.head_dim,
         config.norm_eps,
-        model.inv_freq,
         q_norm,
         k_norm,
         torch.cat([bias.detach() for bias in biases]) if biases else None,
@@ -117,9 +118,11 @@ def forward(
     stream, eps = buffers.stream, model.config.norm_eps
     following = [layer.norms[0] for layer in layers[1:]] + [model.norm.weight.detach()]
     skinny.embed(*given, model.embed_tokens.weight.detach(), model.blank_id, layers[0].norms[0], stream)
+    pages.rotary(texts, rows, model.inv_freq, buffers.attention.rotary)
     for layer, stored, norm in zip(layers, cache, following, strict=True):
         skinny.project(stream, layer.qkv, eps, buffers.parts)
-        pages.attend(buffers.parts, stored, texts, layer.heads, rows, buffers.attended, buffers.attention)
+        fetch = [(layer.out, layer.out.numel()), (layer.gate_up, FETCHED)] if layer.out.is_cuda else []
+        pages.attend(buffers.parts, stored, texts, layer.heads, rows, buffers.attention, buffers.attended, fetch=fetch)
         skinny.add(buffers.attended, layer.out, buffers.sums, layer.norms[1], stream)
         skinny.gate(stream, layer.gate_up, eps, buffers.inner)
         skinny.add(buffers.inner, layer.down, buffers.sums, norm, stream)

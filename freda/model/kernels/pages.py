@@ -10,6 +10,7 @@ of all lengths. The plain twin is `transformer.Attention` over gathered pages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 64  # keys looked at together
+CHUNK = 128  # keys looked at together
+FETCHERS = 96  # programs that bring the weights of the products to come into the cache meanwhile
 
 
 class Texts(NamedTuple):
@@ -35,7 +37,6 @@ class Heads(NamedTuple):
     kv_heads: int
     width: int
     eps: float
-    inv_freq: Tensor  # (width / 2,)
     q_norm: Tensor | None  # (width,)
     k_norm: Tensor | None
     bias: Tensor | None  # ((heads + 2 kv_heads) · width,)
@@ -55,8 +56,9 @@ class Rows(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory for attention over parts of a text."""
+    """What `rotary` has written, and memory for attention over parts of a text."""
 
+    rotary: Tensor  # (2, M, width / 2)
     out: Tensor
     lse: Tensor
     counts: Tensor
@@ -64,15 +66,17 @@ class Scratch(NamedTuple):
 
 def splits_for(requests: int, kv_heads: int) -> int:
     """Parts of a text: enough programs to keep a GPU's multiprocessors busy, and no more than are worth their merging."""
-    return max(1, min(16, 128 // (requests * kv_heads)))
+    return max(1, min(16, 128 // (requests * kv_heads)))  # 31 at most: see _attend
 
 
 def new_scratch(requests: int, heads: Heads, rows: Rows, device: torch.device) -> Scratch:
     """Enough for `attend`; the counts are left at zero."""
     groups, splits = requests * heads.kv_heads, splits_for(requests, heads.kv_heads)
-    size = groups * splits * _query_rows(heads, rows)
+    size = groups * (splits + 1) * _query_rows(heads, rows)
     out = torch.empty(size * heads.width, device=device)
-    return Scratch(out, torch.empty(size, device=device), torch.zeros(groups, dtype=torch.int32, device=device))
+    angles = torch.empty(2, requests * rows.count, heads.width // 2, device=device)
+    counts = torch.zeros(groups, dtype=torch.int32, device=device)
+    return Scratch(angles, out, torch.empty(size, device=device), counts)
 
 
 def _query_rows(heads: Heads, rows: Rows) -> int:
@@ -80,16 +84,41 @@ def _query_rows(heads: Heads, rows: Rows) -> int:
     return max(16, size)
 
 
+def rotary(texts: Texts, rows: Rows, inv_freq: Tensor, out: Tensor) -> None:
+    """Cosine and sine of the rotary angles of all new tokens into `out` (2, M, width / 2)."""
+    _rotary[(len(texts.stored), rows.count)](
+        *(texts.stored, texts.pending, inv_freq, *out, rows.count, rows.commit, rows.block),
+        HALF=len(inv_freq),
+        num_warps=1,
+    )
+
+
 def attend(
-    parts: Tensor, cache: tuple[Tensor, Tensor], texts: Texts, heads: Heads, rows: Rows, out: Tensor, scratch: Scratch
+    parts: Tensor,
+    cache: tuple[Tensor, Tensor],
+    texts: Texts,
+    heads: Heads,
+    rows: Rows,
+    scratch: Scratch,
+    out: Tensor,
+    *,
+    fetch: Sequence[tuple[Tensor, int]] = (),
 ) -> None:
-    """Attention of all new tokens into `out` (M, heads · width), from q, k, v in `parts` (P, M, ·)."""
+    """Attention of all new tokens into `out` (M, heads · width), from q, k, v in `parts` (P, M, ·).
+
+    The memory has little to do meanwhile: `fetch` are up to two weights, and how many of their elements to bring into the
+    cache.
+    """
     requests, splits = len(texts.stored), splits_for(len(texts.stored), heads.kv_heads)
     pages, _, page_size, _ = cache[0].shape
     norms = heads.q_norm if heads.q_norm is not None else parts, heads.k_norm if heads.k_norm is not None else parts
-    _attend[(requests * heads.kv_heads, splits)](
-        *(parts, *cache, *texts, *norms, heads.bias if heads.bias is not None else parts, heads.inv_freq, out, *scratch),
-        *(requests * rows.count, texts.table.stride(0), heads.eps),
+    wanted = [*fetch, (parts, 0), (parts, 0)][:2]
+    groups = requests * heads.kv_heads
+    fetchers = -(-FETCHERS // groups) if fetch else 0
+    _attend[(groups, 1 + splits + fetchers)](
+        *(parts, *cache, *texts, *norms, heads.bias if heads.bias is not None else parts),
+        *(*scratch.rotary, out, *scratch[1:], wanted[0][0], wanted[1][0]),
+        *(requests * rows.count, texts.table.stride(0), heads.eps, wanted[0][1], wanted[1][1]),
         COMMIT=rows.commit,
         BLOCK=rows.block,
         S=rows.count,
@@ -104,8 +133,19 @@ def attend(
         CHUNK=CHUNK,
         NORM=heads.q_norm is not None,
         BIAS=heads.bias is not None,
-        num_warps=4,
+        FETCH=bool(fetch),
+        num_warps=8,
     )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotary(STORED, PENDING, FREQ, COS, SIN, count, commit, block, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    request, token = tl.program_id(0), tl.program_id(1)
+    c = tl.arange(0, HALF)
+    further = tl.where(token < commit, token, tl.load(PENDING + request) + (token - commit) % block)
+    angle = (tl.load(STORED + request) + further).to(tl.float32) * tl.load(FREQ + c)
+    tl.store(COS + (request * count + token) * HALF + c, tl.cos(angle))
+    tl.store(SIN + (request * count + token) * HALF + c, tl.sin(angle))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -121,7 +161,7 @@ def _half(A, BIASES, place, column, mask, step, PARTS: tl.constexpr, BIAS: tl.co
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turned(  # type: ignore[no-untyped-def]
-    first, second, WEIGHT, FREQ, position, eps, KIND: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
+    first, second, WEIGHT, COS, SIN, token, mask, eps, KIND: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
 ):
     """Both halves of heads, normed and rotated."""
     c = tl.arange(0, HALF)
@@ -131,110 +171,139 @@ def _turned(  # type: ignore[no-untyped-def]
         one, two = tl.load(WEIGHT + c).to(tl.float32)[None, :], tl.load(WEIGHT + HALF + c).to(tl.float32)[None, :]
         first = ((first * scale).to(KIND).to(tl.float32) * one).to(KIND).to(tl.float32)
         second = ((second * scale).to(KIND).to(tl.float32) * two).to(KIND).to(tl.float32)
-    angle = position.to(tl.float32)[:, None] * tl.load(FREQ + c)[None, :]
-    cos, sin = tl.cos(angle), tl.sin(angle)
+    place = token[:, None] * HALF + c[None, :]
+    cos = tl.load(COS + place, mask=mask[:, None], other=0.0)
+    sin = tl.load(SIN + place, mask=mask[:, None], other=0.0)
     return (first * cos - second * sin).to(KIND), (second * cos + first * sin).to(KIND)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _fetch(W, count, number, step):  # type: ignore[no-untyped-def]
+    """Ask for `count` elements of a weight to be brought into the cache, by all programs that share the work."""
+    for first in range(number * 128 * 2048, count, step * 128 * 2048):
+        at = first + tl.arange(0, 128) * 2048  # 4 KB for each thread
+        address = (W + tl.minimum(at, count - 2048)).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;",
+            "=r,l",
+            [address],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, FREQ, OUT, PART, LSE, COUNTS,
-    tokens, table_step, eps,
+    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS, NEXT, AFTER,
+    tokens, table_step, eps, fetch_next, fetch_after,
     COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
     HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
-    BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    KIND: tl.constexpr = KEYS.dtype.element_ty
-    C: tl.constexpr = 2 * HALF
-    WIDTH: tl.constexpr = (GROUP + 2) * KV * C
     request, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
-    stored, pending = tl.load(STORED + request), tl.load(PENDING + request)
-    i, c, whole = tl.arange(0, BM), tl.arange(0, HALF), tl.arange(0, C)
-    token, member = i // GROUP, i % GROUP
-    real = token < S
-    step = tokens * WIDTH
-    place = (request * S + token)[:, None] * WIDTH
-    column = ((kv * GROUP + member) * C)[:, None] + c[None, :]
-    position = stored + tl.where(token < COMMIT, token, pending + (token - COMMIT) % BLOCK)
-    first = _half(A, BIASES, place, column, real[:, None], step, PARTS, BIAS)
-    second = _half(A, BIASES, place, column + HALF, real[:, None], step, PARTS, BIAS)
-    q1, q2 = _turned(first, second, QNORM, FREQ, position, eps, KIND, HALF, NORM)
-    factor = 1.4426950408889634 / tl.sqrt(C * 1.0)  # exponents of two
-    highest = tl.full((BM,), float("-inf"), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    mixed = tl.zeros((BM, C), tl.float32)
-    per = tl.cdiv(tl.cdiv(stored, CHUNK), SPLITS) * CHUNK
-    begin = split * per
-    end = min(stored, begin + per)
-    for at in range(begin, end, CHUNK):
-        key = at + tl.arange(0, CHUNK)
-        known = key < end
-        page = tl.load(TABLE + request * table_step + key // PAGE, mask=known, other=0).to(tl.int64)
-        base = ((page * KV + kv) * PAGE + key % PAGE)[:, None] * C
+    stored = tl.load(STORED + request)
+    active = min(SPLITS, tl.cdiv(stored, CHUNK))  # parts of the text; part 0 are the new tokens
+    if FETCH:
+        if split > SPLITS:
+            number = (split - SPLITS - 1) * tl.num_programs(0) + tl.program_id(0)
+            step = (tl.num_programs(1) - SPLITS - 1) * tl.num_programs(0)
+            _fetch(NEXT, fetch_next, number, step)
+            _fetch(AFTER, fetch_after, number, step)
+    if split <= active:
+        KIND: tl.constexpr = KEYS.dtype.element_ty
+        C: tl.constexpr = 2 * HALF
+        WIDTH: tl.constexpr = (GROUP + 2) * KV * C
+        i, c, whole, j = tl.arange(0, BM), tl.arange(0, HALF), tl.arange(0, C), tl.arange(0, CHUNK)
+        per = tl.cdiv(tl.cdiv(stored, CHUNK), tl.maximum(active, 1)) * CHUNK
+        begin = tl.where(split == 0, 0, (split - 1) * per)
+        end = tl.where(split == 0, 0, tl.minimum(stored, begin + per))
+        known = begin + j < end  # the first chunk is asked for before anything else
+        page = tl.load(TABLE + request * table_step + (begin + j) // PAGE, mask=known, other=0).to(tl.int64)
+        base = ((page * KV + kv) * PAGE + (begin + j) % PAGE)[:, None] * C
         k1 = tl.load(KEYS + base + c[None, :], mask=known[:, None], other=0.0)
         k2 = tl.load(KEYS + base + HALF + c[None, :], mask=known[:, None], other=0.0)
         v = tl.load(VALUES + base + whole[None, :], mask=known[:, None], other=0.0)
-        scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * factor
-        scores = tl.where(known[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        p = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(p, 1)
-        mixed = mixed * shrink[:, None] + tl.dot(p.to(KIND), v)
-        highest = higher
-    if split == SPLITS - 1:  # the new tokens themselves
-        t = tl.arange(0, BT)
-        mine = t < S
-        place = (request * S + t)[:, None] * WIDTH
-        column = ((GROUP * KV + kv) * C) + c[None, :]
-        position = stored + tl.where(t < COMMIT, t, pending + (t - COMMIT) % BLOCK)
-        first = _half(A, BIASES, place, column, mine[:, None], step, PARTS, BIAS)
-        second = _half(A, BIASES, place, column + HALF, mine[:, None], step, PARTS, BIAS)
-        k1, k2 = _turned(first, second, KNORM, FREQ, position, eps, KIND, HALF, NORM)
-        column = ((GROUP * KV + KV + kv) * C) + whole[None, :]
-        v = _half(A, BIASES, place, column, mine[:, None], step, PARTS, BIAS).to(KIND)
-        same = (token >= COMMIT)[:, None] & (
-            (token[:, None] - COMMIT) // BLOCK == (t[None, :] - COMMIT) // BLOCK
-        )
-        commits = token < tl.where(pending > 0, S, COMMIT)  # sees the block that is being committed
-        seen = tl.where((t < COMMIT)[None, :], commits[:, None], same) & mine[None, :]
-        scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * factor
-        scores = tl.where(seen | (~real)[:, None], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        p = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(p, 1)
-        mixed = mixed * shrink[:, None] + tl.dot(p.to(KIND), v)
-        highest = higher
-        if COMMIT > 0:
-            kept = t < tl.where(pending > 0, COMMIT, 0)
-            page = tl.load(TABLE + request * table_step + position // PAGE, mask=kept, other=0).to(tl.int64)
-            base = ((page * KV + kv) * PAGE + position % PAGE)[:, None] * C
-            tl.store(KEYS + base + c[None, :], k1, mask=kept[:, None])
-            tl.store(KEYS + base + HALF + c[None, :], k2, mask=kept[:, None])
-            tl.store(VALUES + base + whole[None, :], v, mask=kept[:, None])
-    last = True
-    if SPLITS > 1:
-        slot = (tl.program_id(0) * SPLITS + split) * BM + i
-        some = total > 0  # a part of a short text may be empty
-        safe = tl.where(some, total, 1.0)
-        tl.store(PART + slot[:, None] * C + whole[None, :], mixed / safe[:, None])
-        tl.store(LSE + slot, tl.where(some, highest + tl.log2(safe), float("-inf")))
+        token, member = i // GROUP, i % GROUP
+        real = token < S
+        parts_step = tokens * WIDTH
+        place = (request * S + token)[:, None] * WIDTH
+        column = ((kv * GROUP + member) * C)[:, None] + c[None, :]
+        first = _half(A, BIASES, place, column, real[:, None], parts_step, PARTS, BIAS)
+        second = _half(A, BIASES, place, column + HALF, real[:, None], parts_step, PARTS, BIAS)
+        q1, q2 = _turned(first, second, QNORM, COS, SIN, request * S + token, real, eps, KIND, HALF, NORM)
+        factor = 1.4426950408889634 / tl.sqrt(C * 1.0)  # exponents of two
+        highest = tl.full((BM,), float("-inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        mixed = tl.zeros((BM, C), tl.float32)
+        for at in range(begin, end, CHUNK):
+            scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * factor
+            scores = tl.where((at + j < end)[None, :], scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            p = tl.exp2(scores - higher[:, None])
+            shrink = tl.exp2(highest - higher)
+            total = total * shrink + tl.sum(p, 1)
+            mixed = mixed * shrink[:, None] + tl.dot(p.to(KIND), v)
+            highest = higher
+            ahead = at + CHUNK + j
+            known = ahead < end
+            page = tl.load(TABLE + request * table_step + ahead // PAGE, mask=known, other=0).to(tl.int64)
+            base = ((page * KV + kv) * PAGE + ahead % PAGE)[:, None] * C
+            k1 = tl.load(KEYS + base + c[None, :], mask=known[:, None], other=0.0)
+            k2 = tl.load(KEYS + base + HALF + c[None, :], mask=known[:, None], other=0.0)
+            v = tl.load(VALUES + base + whole[None, :], mask=known[:, None], other=0.0)
+        if split == 0:
+            t = tl.arange(0, BT)
+            mine = t < S
+            pending = tl.load(PENDING + request)
+            spot = (request * S + t)[:, None] * WIDTH
+            field = ((GROUP * KV + kv) * C) + c[None, :]
+            one = _half(A, BIASES, spot, field, mine[:, None], parts_step, PARTS, BIAS)
+            two = _half(A, BIASES, spot, field + HALF, mine[:, None], parts_step, PARTS, BIAS)
+            n1, n2 = _turned(one, two, KNORM, COS, SIN, request * S + t, mine, eps, KIND, HALF, NORM)
+            field = ((GROUP * KV + KV + kv) * C) + whole[None, :]
+            nv = _half(A, BIASES, spot, field, mine[:, None], parts_step, PARTS, BIAS).to(KIND)
+            same = (token >= COMMIT)[:, None] & ((token[:, None] - COMMIT) // BLOCK == (t[None, :] - COMMIT) // BLOCK)
+            commits = token < tl.where(pending > 0, S, COMMIT)  # sees the block that is being committed
+            seen = tl.where((t < COMMIT)[None, :], commits[:, None], same) & mine[None, :]
+            marks = (tl.dot(q1, tl.trans(n1)) + tl.dot(q2, tl.trans(n2))) * factor
+            marks = tl.where(seen | (~real)[:, None], marks, float("-inf"))
+            highest = tl.max(marks, 1)
+            share = tl.exp2(marks - highest[:, None])
+            total = tl.sum(share, 1)
+            mixed = tl.dot(share.to(KIND), nv)
+            if COMMIT > 0:
+                kept = t < tl.where(pending > 0, COMMIT, 0)
+                fresh = stored + t
+                leaf = tl.load(TABLE + request * table_step + fresh // PAGE, mask=kept, other=0).to(tl.int64)
+                shelf = ((leaf * KV + kv) * PAGE + fresh % PAGE)[:, None] * C
+                tl.store(KEYS + shelf + c[None, :], n1, mask=kept[:, None])
+                tl.store(KEYS + shelf + HALF + c[None, :], n2, mask=kept[:, None])
+                tl.store(VALUES + shelf + whole[None, :], nv, mask=kept[:, None])
+        slot = (tl.program_id(0) * (SPLITS + 1) + split) * BM + i
+        tl.store(PART + slot[:, None] * C + whole[None, :], mixed / total[:, None])
+        tl.store(LSE + slot, highest + tl.log2(total))
         tl.debug_barrier()
-        last = tl.atomic_add(COUNTS + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-    if last:
-        if SPLITS > 1:
-            highest = tl.full((BM,), float("-inf"), tl.float32)
-            for part in range(SPLITS):
-                slot = (tl.program_id(0) * SPLITS + part) * BM + i
-                highest = tl.maximum(highest, tl.load(LSE + slot, cache_modifier=".cg"))
-            total = tl.zeros((BM,), tl.float32)
+        if tl.atomic_add(COUNTS + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == active:
+            group = tl.program_id(0) * (SPLITS + 1)
+            every = tl.arange(0, 32)[:, None]
+            all_lse = tl.load(
+                LSE + (group + every) * BM + i[None, :], mask=every <= active, other=float("-inf"), cache_modifier=".cg"
+            )
+            highest = tl.max(all_lse, 0)
+            total = tl.sum(tl.exp2(all_lse - highest[None, :]), 0)
             mixed = tl.zeros((BM, C), tl.float32)
-            for part in range(SPLITS):
-                slot = (tl.program_id(0) * SPLITS + part) * BM + i
-                weight = tl.exp2(tl.load(LSE + slot, cache_modifier=".cg") - highest)
-                total += weight
-                mixed += weight[:, None] * tl.load(PART + slot[:, None] * C + whole[None, :], cache_modifier=".cg")
+            for first_part in range(0, active + 1, 4):  # four are asked for before the first is waited for
+                for further in tl.static_range(4):
+                    part = first_part + further
+                    slot = (group + tl.minimum(part, active)) * BM + i
+                    weight = tl.exp2(tl.load(LSE + slot, cache_modifier=".cg") - highest)
+                    weight = tl.where(part <= active, weight, 0.0)
+                    mixed += weight[:, None] * tl.load(PART + slot[:, None] * C + whole[None, :], cache_modifier=".cg")
             tl.atomic_xchg(COUNTS + tl.program_id(0), 0)
-        out = (request * S + token)[:, None] * (GROUP * KV * C) + ((kv * GROUP + member) * C)[:, None] + whole[None, :]
-        tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
+            out = (
+                (request * S + token)[:, None] * (GROUP * KV * C)
+                + ((kv * GROUP + member) * C)[:, None]
+                + whole[None, :]
+            )
+            tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])

@@ -50,7 +50,7 @@ def pick(
     )
     ids = torch.empty(2, count, dtype=torch.int64, device=weight.device)
     prob = torch.empty(2, count, device=weight.device)
-    _merge[(count,)](*partial, ids, prob, count, tiles, vocabulary, BLOCK=1024, num_warps=4)
+    _merge[(count,)](*partial, ids, prob, count, tiles, vocabulary, TILES=triton.next_power_of_2(tiles), num_warps=8)
     return ids[0], prob[0], ids[1], prob[1]
 
 
@@ -91,37 +91,21 @@ def _scan(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _merge(LOGITS, IDS, SUMS, ID, PROB, count, tiles, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    m = tl.program_id(0)
-    step = tiles * count
-    best, total = float("-inf"), 0.0
-    for first in range(0, tiles, BLOCK):
-        tile = first + tl.arange(0, BLOCK)
-        inside = tile < tiles
-        value = tl.load(LOGITS + tile * count + m, mask=inside, other=float("-inf"))
-        part = tl.load(SUMS + tile * count + m, mask=inside, other=0.0)
-        higher = tl.maximum(best, tl.max(value))
-        total = total * tl.exp(best - higher) + tl.sum(tl.where(inside, part * tl.exp(value - higher), 0.0))
-        best = higher
-    chosen = 2147483647
-    for first in range(0, tiles, BLOCK):
-        tile = first + tl.arange(0, BLOCK)
-        inside = tile < tiles
-        value = tl.load(LOGITS + tile * count + m, mask=inside, other=float("-inf"))
-        place = tl.load(IDS + tile * count + m, mask=inside, other=2147483647)
-        chosen = tl.minimum(chosen, tl.min(tl.where(value == best, place, 2147483647)))
-    second, other = float("-inf"), 2147483647
-    for first in range(0, tiles, BLOCK):
-        tile = first + tl.arange(0, BLOCK)
-        inside = tile < tiles
-        value = tl.load(LOGITS + tile * count + m, mask=inside, other=float("-inf"))
-        place = tl.load(IDS + tile * count + m, mask=inside, other=2147483647)
-        value = tl.where(place == chosen, tl.load(LOGITS + step + tile * count + m, mask=inside, other=float("-inf")), value)
-        place = tl.where(place == chosen, tl.load(IDS + step + tile * count + m, mask=inside, other=2147483647), place)
-        higher = tl.max(value)
-        here = tl.min(tl.where(value == higher, place, 2147483647))
-        other = tl.where(higher > second, here, tl.where(higher == second, tl.minimum(other, here), other))
-        second = tl.maximum(second, higher)
+def _merge(LOGITS, IDS, SUMS, ID, PROB, count, tiles, vocabulary, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    m, tile = tl.program_id(0), tl.arange(0, TILES)
+    step, at, inside = tiles * count, tile * count + m, tile < tiles
+    value = tl.load(LOGITS + at, mask=inside, other=float("-inf"))
+    runner = tl.load(LOGITS + step + at, mask=inside, other=float("-inf"))
+    place = tl.load(IDS + at, mask=inside, other=2147483647)
+    runner_place = tl.load(IDS + step + at, mask=inside, other=2147483647)
+    part = tl.load(SUMS + at, mask=inside, other=0.0)
+    best = tl.max(value)
+    total = tl.sum(tl.where(inside, part * tl.exp(value - best), 0.0))
+    chosen = tl.min(tl.where(value == best, place, 2147483647))
+    value = tl.where(place == chosen, runner, value)
+    place = tl.where(place == chosen, runner_place, place)
+    second = tl.max(value)
+    other = tl.min(tl.where(value == second, place, 2147483647))
     tl.store(ID + m, tl.minimum(chosen, vocabulary - 1).to(tl.int64))  # NaN equals nothing
     tl.store(ID + count + m, tl.minimum(other, vocabulary - 1).to(tl.int64))
     tl.store(PROB + m, 1.0 / total)

@@ -89,13 +89,21 @@ def new_scratch(tokens: int, width: int, device: torch.device) -> Scratch:
 
 
 def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, plan: Plan, *, stream: Stream, eps: float, mode: int, scratch: Scratch | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    plan: Plan,
+    *,
+    stream: Stream,
+    eps: float,
+    mode: int,
+    scratch: Scratch | None = None,
 ) -> None:
     tokens, inner = x.shape
     rows = weight.shape[0] // 2 if mode == 1 else weight.shape[0]
     assert tokens <= MOST_ROWS and inner % plan.chunk == 0 and rows % TILE == 0, (x.shape, weight.shape)
     parts, counts = scratch or (out, out)
-    _skinny[(rows // TILE, plan.splits)](
+    _skinny[(rows // (TILE // 2 if mode == 1 else TILE), plan.splits)](
         *(x, weight, out, *stream, parts, counts, tokens, rows, inner, eps, len(stream.squares)),
         MODE=mode,
         SPLITS=plan.splits,
@@ -138,6 +146,9 @@ def _skinny(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
+    if MODE == 1:  # half of the rows from gate, half from up: one tile for the tensor cores
+        HALF: tl.constexpr = BN // 2
+        n = tile * HALF + n % HALF + tl.where(n % BN < HALF, 0, rows)
     real = m < tokens
     per = tl.cdiv(inner // BK, SPLITS) * BK
     first = split * per
@@ -145,26 +156,24 @@ def _skinny(  # type: ignore[no-untyped-def]
     weight = W + n[:, None].to(tl.int64) * inner + k[None, :]
     given = A + m[None, :] * inner + k[:, None]
     total = tl.zeros((BN, BM), tl.float32)
-    if MODE == 1:
-        up_weight = weight + rows.to(tl.int64) * inner
-        up = tl.zeros((BN, BM), tl.float32)
     for at in tl.range(first, last, BK, num_stages=STAGES):
         a = tl.load(given + at, mask=real[None, :], other=0.0)
         total = tl.dot(tl.load(weight + at, eviction_policy="evict_first"), a, total)
-        if MODE == 1:
-            up = tl.dot(tl.load(up_weight + at, eviction_policy="evict_first"), a, up)
     place = m[None, :] * rows + n[:, None]
     if MODE < 2:  # of a normed stream
         t = tl.arange(0, TILES)
-        squares = tl.load(SQUARES + t[:, None] * tokens + m[None, :], mask=(t < tiles)[:, None] & real[None, :], other=0.0)
+        squares = tl.load(
+            SQUARES + t[:, None] * tokens + m[None, :], mask=(t < tiles)[:, None] & real[None, :], other=0.0
+        )
         scale = tl.rsqrt(tl.sum(squares, 0) / inner + eps)[None, :]
         total = total * scale
     if MODE == 0:
         tl.store(OUT + split * tokens * rows + place, total.to(OUT.dtype.element_ty), mask=real[None, :])
     if MODE == 1:
-        up = up * scale
-        total = total / (1.0 + tl.exp(-total)) * up
-        tl.store(OUT + place, total.to(OUT.dtype.element_ty), mask=real[None, :])
+        gates, ups = tl.split(tl.permute(tl.reshape(total, (2, HALF, BM)), (1, 2, 0)))
+        both = gates / (1.0 + tl.exp(-gates)) * ups
+        at = m[None, :] * rows + (tile * HALF + tl.arange(0, HALF))[:, None]
+        tl.store(OUT + at, both.to(OUT.dtype.element_ty), mask=real[None, :])
     if MODE == 2:
         mine = True
         if SPLITS > 1:
@@ -174,7 +183,7 @@ def _skinny(  # type: ignore[no-untyped-def]
         if mine:
             if SPLITS > 1:
                 total = tl.zeros((BN, BM), tl.float32)
-                for part in range(SPLITS):  # in their order, whoever came last
+                for part in tl.static_range(SPLITS):  # in their order, whoever came last
                     total += tl.load(
                         PARTS + part * tokens * rows + place, mask=real[None, :], other=0.0, cache_modifier=".cg"
                     )
