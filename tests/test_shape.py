@@ -57,10 +57,9 @@ def test_files_and_functions_stay_small(file: Path) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= MOST_FUNCTION_LINES, f"{node.name} has {length} lines"
-            many = "import typer" in text or any(
-                "triton" in ast.unparse(d) for d in node.decorator_list
-            )  # flat by nature
+            kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)  # flat by nature
+            assert length <= MOST_FUNCTION_LINES * (2 if kernel else 1), f"{node.name} has {length} lines"
+            many = "import typer" in text or kernel
             assert len(node.args.args) <= MOST_POSITIONAL + 1 or many, f"{node.name} has many arguments"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,9 @@ def _model(name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     return LoadedModel(network, NoText(), MethodConfig(name="self-refine"), "bench")
 
 
-def _requests(loaded: LoadedModel, case: Case) -> list[Request]:
+def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request]:
     """Different prompts, so that nothing is shared; every block gets all its passes."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     texts = torch.randint(0, loaded.model.blank_id, (case.batch, case.context), generator=generator).tolist()
     return [
         Request(prompt=text, max_new_tokens=case.new_tokens, passes=case.passes, threshold=2.0, seed=number)
@@ -122,6 +122,9 @@ def _measured(loaded: LoadedModel, case: Case, copy: float, matmul: float, note:
     page = 16 if loaded.method.block_size <= 16 else loaded.method.block_size
     pages = case.batch * (-(-(case.context + case.new_tokens + loaded.method.block_size) // page) + 1)
     engine = Engine(loaded, EngineConfig(max_batch=case.batch, page_size=page, pages=pages))
+    few = replace(case, new_tokens=min(case.new_tokens, 3 * loaded.method.block_size))  # all forms of a forward, once
+    engine.run(_requests(loaded, few, seed=0), method=case.method)
+    engine.outputs.clear()
     for request in _requests(loaded, case):
         engine.submit(request, method=case.method)
     begun = _now(loaded)

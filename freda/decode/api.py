@@ -42,7 +42,7 @@ class Completion:
         return len(self.tokens) / max(1, self.nfe)
 
 
-def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "float32", **engine: int) -> Model:
+def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "float32", **engine: Any) -> Model:
     """A model or run folder, ready to use; `engine` are fields of `EngineConfig`, for instance max_batch=32."""
     require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
     known = {field.name for field in fields(EngineConfig)}

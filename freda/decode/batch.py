@@ -129,6 +129,8 @@ class CommittedText(Protocol):
 class Batch:
     """Requests of one method that go forward together, each at its own block and pass."""
 
+    watched = False  # will `show` be called after this pass?
+
     def __init__(
         self,
         model: Transformer,
@@ -230,6 +232,16 @@ class Batch:
             for text, count in zip(self.texts, real.sum(-1).tolist(), strict=True):
                 text.stored += count
         return out.hidden
+
+    def sound(self) -> list[bool]:
+        """Whose probabilities are numbers?"""
+        sound: list[bool] = self.lanes.draft.prob.isfinite().all(-1).tolist()
+        return sound
+
+    def block(self, row: int) -> list[int]:
+        """The tokens of a draft after the last pass."""
+        ids: list[int] = self.lanes.draft.ids[row].tolist()
+        return ids
 
     def show(self, watch: Watch) -> None:
         """Hand the state after a pass to the watcher."""

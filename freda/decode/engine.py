@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from freda.config import MethodName
 from freda.decode.batch import Batch, Output, Request, Text, Watch, check_requests
+from freda.decode.device import DeviceBatch, Machine, Program, stays_on_device
 from freda.decode.pages import PagedCache, Pages
 from freda.errors import require
 from freda.methods import METHODS
 from freda.methods.method import block_size
+from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
 
 LOOK_BACK = 64  # tokens at the end of a text in which stop strings are looked for, beside the new block
@@ -35,6 +37,7 @@ class EngineConfig:
     pages: int = 0  # 0: enough for max_batch requests of the model's longest text, at most 65,536 tokens
     queue: int = 1024  # requests that may wait
     prefill: int = 2048  # tokens of prompts in one forward
+    on_device: bool = True  # keep passes on the GPU, in CUDA graphs, where model and request allow it
 
 
 class Event(NamedTuple):
@@ -49,8 +52,10 @@ class Event(NamedTuple):
 class _Running:
     """A request that has been admitted, or waits."""
 
-    def __init__(self, number: int, request: Request, name: MethodName, stop: Sequence[str], size: int) -> None:
-        self.number, self.name, self.stop, self.size = number, name, tuple(stop), size
+    def __init__(
+        self, number: int, request: Request, kind: tuple[MethodName, bool], stop: Sequence[str], size: int
+    ) -> None:
+        self.number, self.kind, self.stop, self.size = number, kind, tuple(stop), size
         self.text = Text(number, request, size)
         self.table: list[int] = []
         self.begun = time.perf_counter()
@@ -59,7 +64,12 @@ class _Running:
 class Engine:
     """Runs requests of one model. Not for several threads at once."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig = EngineConfig()) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig = EngineConfig(),
+        machine: Callable[[Transformer, Pages], Machine | None] | None = None,
+    ) -> None:
         self.loaded, self.config, self.model = loaded, config, loaded.model
         for name in ("max_batch", "page_size", "queue", "prefill"):
             require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}; use 1 or more")
@@ -73,7 +83,11 @@ class Engine:
         self.pages = Pages(self.model, config.pages or automatic, config.page_size)
         self.waiting: deque[_Running] = deque()
         self.running: dict[int, _Running] = {}
-        self.batches: dict[MethodName, Batch] = {}
+        self.batches: dict[tuple[MethodName, bool], Batch] = {}  # by method, and whether passes stay on the device
+        made = machine or _packed_model
+        self._machine = made(self.model, self.pages) if config.on_device else None
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._table_pages = min(self.pages.count, self.pages.needed(longest))
         self.outputs: dict[int, Output] = {}
         self._number = 0
 
@@ -106,7 +120,9 @@ class Engine:
             f"the request needs {needed} pages, the engine has {self.pages.count}; ask for fewer tokens or raise pages",
         )
         self._number += 1
-        self.waiting.append(_Running(self._number, request, name, stop, size))  # type: ignore[arg-type]
+        on_device = self._machine is not None and stays_on_device(self.model, config, request)
+        kind: Any = (name, on_device)
+        self.waiting.append(_Running(self._number, request, kind, stop, size))
         return self._number
 
     def cancel(self, number: int) -> None:
@@ -117,7 +133,7 @@ class Engine:
         if found in self.waiting:
             self.waiting.remove(found)
         else:
-            batch = self.batches[found.name]
+            batch = self.batches[found.kind]
             batch.leave({next(row for row, text in enumerate(batch.texts) if text.index == number)})
         self._finish(found, "cancelled")
 
@@ -149,12 +165,12 @@ class Engine:
         One whose beginning is being computed for another waits for the next step, where it is known: sixty questions
         behind the same worked examples compute these once.
         """
-        new: dict[MethodName, list[_Running]] = {}
+        new: dict[tuple[MethodName, bool], list[_Running]] = {}
         coming: set[bytes] = set()
         while self.waiting and len(self.running) < self.config.max_batch:
             first = self.waiting[0]
             text, size = first.text, first.size
-            last = 0 if METHODS[first.name].DRAFTS else 1  # what must not be stored before the first pass
+            last = 0 if METHODS[first.kind[0]].DRAFTS else 1  # what must not be stored before the first pass
             tokens = len(text.request.prompt) + text.request.max_new_tokens + size
             stored = text.clean[: len(text.clean) - last]
             begins = self.pages.first_unknown(stored, size)
@@ -164,31 +180,34 @@ class Engine:
             coming |= {begins} if begins else set()
             first.table, text.stored = reserved
             self.running[first.number] = self.waiting.popleft()
-            new.setdefault(first.name, []).append(first)
-        for name, admitted in new.items():
-            self._prefill(name, admitted)
+            new.setdefault(first.kind, []).append(first)
+        for kind, admitted in new.items():
+            self._prefill(kind, admitted)
 
-    def _prefill(self, name: MethodName, admitted: Sequence[_Running]) -> None:
+    def _prefill(self, kind: tuple[MethodName, bool], admitted: Sequence[_Running]) -> None:
         cache = PagedCache(self.pages, [one.table for one in admitted], [one.text.stored for one in admitted])
         texts, stops = [one.text for one in admitted], self.loaded.tokenizer.stop_ids
-        batch = Batch(self.model, METHODS[name], self.loaded.method, texts, stops, cache)
+        batch = Batch(self.model, METHODS[kind[0]], self.loaded.method, texts, stops, cache)
         batch.prefill(self.config.prefill)
         for one in admitted:
             self.pages.learn(one.table, one.text.clean[: one.text.stored], one.size)
-        if name in self.batches and self.batches[name].texts:
-            running = self.batches[name]
+        if kind in self.batches and self.batches[kind].texts:
+            running = self.batches[kind]
             assert isinstance(running.cache, PagedCache)
             running.cache.join(cache)
             running.join(batch)
+        elif kind[1] and self._machine is not None:
+            self.batches[kind] = DeviceBatch(batch, self._machine, self._programs, self._table_pages)
         else:
-            self.batches[name] = batch
+            self.batches[kind] = batch
 
     def _pass(self, batch: Batch, watch: Watch | None) -> list[Event]:
         """One pass over a batch, and what it finished."""
+        batch.watched = watch is not None
         closed = set(batch.draft_pass())
         if watch is not None:
             batch.show(watch)
-        sound = batch.lanes.draft.prob.isfinite().all(-1).tolist()
+        sound = batch.sound()
         events, finished = [], set()
         for row, text in enumerate(batch.texts):
             one = self.running[text.index]
@@ -200,7 +219,7 @@ class Engine:
                 self._finish(one, "error")
             elif row in closed:
                 before = len(text.new)
-                reason = text.close_block(batch.lanes.draft.ids[row].tolist(), batch.stop_ids)
+                reason = text.close_block(batch.block(row), batch.stop_ids)
                 reason = reason if reason else "stop" if self._stopped(one) else ""
                 events.append(Event(one.number, text.new[before:], reason))
                 if reason:
@@ -225,3 +244,13 @@ class Engine:
         self.running.pop(one.number, None)
         text = one.text
         self.outputs[one.number] = Output(text.new, text.nfe, reason, time.perf_counter() - one.begun)
+
+
+def _packed_model(model: Transformer, pages: Pages) -> Machine | None:
+    """The kernels of decoding, where they are made for the model; elsewhere the model does its forwards itself."""
+    weight = model.embed_tokens.weight
+    if not weight.is_cuda or weight.dtype != torch.bfloat16:
+        return None
+    from freda.decode import packed
+
+    return packed.PackedModel(model, pages.layers) if packed.fits(model) else None

@@ -21,6 +21,7 @@ from freda.methods.candidates import choose, merge_candidates, propose, sample
 from freda.methods.draft import (
     Candidates,
     Draft,
+    Prediction,
     Rules,
     Sampling,
     Search,
@@ -151,15 +152,19 @@ def fresh_drafts(tails: Sequence[Sequence[int]], size: int, blank_id: int, devic
     return start(tokens, torch.tensor(given, dtype=torch.bool, device=device).view(shape), blank_id)
 
 
-def candidates_of(lanes: Lanes, method: Method, config: MethodConfig, wants: Wants) -> Candidates:
-    """What the forward sees of every draft: the draft itself, or several candidates side by side."""
+def candidates_of(
+    lanes: Lanes, method: Method, config: MethodConfig, wants: Wants, *, count: int | None = None
+) -> Candidates:
+    """What the forward sees of every draft: the draft itself, or several candidates side by side, `count` of them or as
+    many as are worth a forward."""
     if not method.SCORES:
         return alone(*method.rows(lanes.draft, config))
     found = propose(lanes.draft, lanes.search, width=wants.width, swaps=wants.swaps)
     if lanes.share is not None:
         drawn = sample(lanes.draft, lanes.share, lanes.search, lanes.position, width=wants.width)
         found = merge_candidates(lanes.search.sampled, found, drawn)
-    count = int(found.valid.sum(-1).max())  # the valid ones come first; a blank draft has one
+    if count is None:
+        count = int(found.valid.sum(-1).max())  # the valid ones come first; a blank draft has one
     found = Candidates(*(part[:, :count] for part in found))
     return found._replace(alpha=feedback_weight(found.alpha, config))
 
@@ -211,5 +216,9 @@ def after_pass(lanes: Lanes, method: Method, logits: Tensor, wants: Wants) -> La
     """The drafts that a pass leaves, from the logits (R, B, V) of the chosen candidates."""
     sampling = lanes.sampling if wants.samples else None
     prediction = predict(logits, sampling, lanes.position, runner_up=method.SCORES)
-    draft = method.update(lanes.draft, prediction, lanes.rules)
-    return lanes._replace(draft=draft, share=logits.softmax(-1) if wants.draws else None)
+    return settled(lanes, method, prediction)._replace(share=logits.softmax(-1) if wants.draws else None)
+
+
+def settled(lanes: Lanes, method: Method, prediction: Prediction) -> Lanes:
+    """The drafts after a prediction (R, B)."""
+    return lanes._replace(draft=method.update(lanes.draft, prediction, lanes.rules))

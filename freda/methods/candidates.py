@@ -31,6 +31,13 @@ def subsets(block_size: int, most: int) -> tuple[tuple[int, ...], ...]:
     return tuple(itertools.chain.from_iterable(itertools.combinations(range(block_size), size) for size in sizes))
 
 
+@functools.cache
+def _switched(block_size: int, most: int, device: torch.device) -> Tensor:
+    """The same as a mask, (S, B). Made once: a CUDA graph cannot copy from the host."""
+    chosen = subsets(block_size, most)
+    return torch.tensor([[place in one for place in range(block_size)] for one in chosen], device=device)
+
+
 def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidates:
     """The beam's candidates of the next pass. `width` and `swaps` bound those of `search`.
 
@@ -90,17 +97,15 @@ def marginal_cost_beam(top: Prediction, free: Tensor, *, width: int, swaps: Tens
     comes first. A token that sampling took against the odds stays: its runner-up would be the likelier one, and
     switching back would undo the temperature. `most_swaps` bounds `swaps` without reading it from the device.
     """
-    block_size = free.shape[1]
-    chosen = subsets(block_size, most_swaps)
-    switched = torch.zeros(len(chosen), block_size, dtype=torch.bool, device=free.device)  # (S, B)
-    for row, positions in enumerate(chosen):
-        switched[row, list(positions)] = True
+    switched = _switched(free.shape[1], most_swaps, free.device)  # (S, B)
     loss = top.prob.log() - top.second_prob.log()
     loss = torch.where(free & (top.second_prob > 0) & (top.second_prob <= top.prob), loss, torch.inf)
     cost = torch.where(switched, loss[:, None], 0.0).sum(-1)  # (N, S)
     cost = torch.where(switched.sum(-1) <= swaps[:, None], cost, torch.inf)
     kept, order = cost.sort(dim=-1, stable=True)
-    missing = max(0, width - len(chosen))  # fewer subsets than asked for: the rest repeats the first, and is not valid
+    missing = max(
+        0, width - len(switched)
+    )  # fewer subsets than asked for: the rest repeats the first, and is not valid
     kept = F.pad(kept[:, :width], (0, missing), value=torch.inf)
     order = F.pad(order[:, :width], (0, missing), value=0)
     return _switch(top, free, switched[order], kept.isfinite())

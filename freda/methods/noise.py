@@ -30,9 +30,13 @@ class Purpose(IntEnum):
 
 def uniform(purpose: Purpose, *counters: Tensor | int) -> Tensor:
     """fp32 numbers strictly inside (0, 1), one for each combination of the broadcast counters."""
-    state = torch.as_tensor(int(purpose), dtype=torch.int64)
+    place = next((counter.device for counter in counters if isinstance(counter, Tensor)), None)
+    state = torch.full((), int(purpose), dtype=torch.int64, device=place)  # nothing is copied from the host
     for counter in counters:
-        value = torch.as_tensor(counter, dtype=torch.int64)
+        if isinstance(counter, Tensor):
+            value = counter.long()
+        else:
+            value = torch.full((), counter, dtype=torch.int64, device=place)
         state = _mix(state.to(value.device) ^ _mix((value & _LOW) + 0x9E3779B9))
         state = _mix(state ^ ((value >> 32) & _LOW))
     return ((state >> 9).float() + 0.5) / 2**23  # 23 bits and a half: exact in fp32, never 0 or 1

@@ -1,16 +1,15 @@
 """Attention of a few new tokens of each request over its pages: a commit, a draft, or several drafts side by side.
 
-A request brings S new tokens: a block to commit, or none, then C drafts of the next block. All of them see the committed
-text in the pages; the drafts also see the block that is being committed, and each its own. One program has a request, a
-head of keys and a part of the text; all query heads that share the keys are its rows. It adds up the parts of q, k and v
-that the product before has left, norms and rotates them, and the program of the last part also writes the committed
-block's keys and values into the pages. The grid depends on the number of requests alone, so one CUDA graph serves texts
-of all lengths. The plain twin is `transformer.Attention` over gathered pages.
+A request brings a few new tokens (`cache.Rows`): a block to commit, or none, then drafts of the next block. All of
+them see the committed text in the pages; the drafts also see the block that is being committed, and each its own. One
+program has a request, a head of keys and a part of the text; all query heads that share the keys are its rows. It adds
+up the parts of q, k and v that the product before has left, norms and rotates them. The program of the new tokens also
+writes the committed block's keys and values into the pages. The grid depends on the number of requests alone, so one
+CUDA graph serves texts of all lengths. The plain twin is `transformer.Attention` over gathered pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,16 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from freda.model.cache import Rows, Texts
+
 CHUNK = 128  # keys looked at together
-FETCHERS = 96  # programs that bring the weights of the products to come into the cache meanwhile
-
-
-class Texts(NamedTuple):
-    """Where the texts of R requests are, on the device."""
-
-    table: Tensor  # (R, most pages) int32
-    stored: Tensor  # (R,) int32: committed tokens in the pages
-    pending: Tensor  # (R,) int32: tokens that this forward commits: a block or 0
 
 
 class Heads(NamedTuple):
@@ -42,19 +34,6 @@ class Heads(NamedTuple):
     bias: Tensor | None  # ((heads + 2 kv_heads) · width,)
 
 
-class Rows(NamedTuple):
-    """The new tokens of every request."""
-
-    commit: int  # places for a block to commit: 0 or the block size
-    block: int
-    drafts: int
-
-    @property
-    def count(self) -> int:
-        """Tokens of a request."""
-        return self.commit + self.block * self.drafts
-
-
 class Scratch(NamedTuple):
     """What `rotary` has written, and memory for attention over parts of a text."""
 
@@ -65,8 +44,9 @@ class Scratch(NamedTuple):
 
 
 def splits_for(requests: int, kv_heads: int) -> int:
-    """Parts of a text: enough programs to keep a GPU's multiprocessors busy, and no more than are worth their merging."""
-    return max(1, min(16, 128 // (requests * kv_heads)))  # 31 at most: see _attend
+    """Parts of a text: enough programs to keep a GPU busy in one go, no more than are worth their merging, 15 at most:
+    `_attend` merges no more."""
+    return max(1, min(15, 128 // (requests * kv_heads) - 1))
 
 
 def new_scratch(requests: int, heads: Heads, rows: Rows, device: torch.device) -> Scratch:
@@ -74,20 +54,20 @@ def new_scratch(requests: int, heads: Heads, rows: Rows, device: torch.device) -
     groups, splits = requests * heads.kv_heads, splits_for(requests, heads.kv_heads)
     size = groups * (splits + 1) * _query_rows(heads, rows)
     out = torch.empty(size * heads.width, device=device)
-    angles = torch.empty(2, requests * rows.count, heads.width // 2, device=device)
+    angles = torch.empty(2, requests * rows.tokens, heads.width // 2, device=device)
     counts = torch.zeros(groups, dtype=torch.int32, device=device)
     return Scratch(angles, out, torch.empty(size, device=device), counts)
 
 
 def _query_rows(heads: Heads, rows: Rows) -> int:
-    size: int = triton.next_power_of_2(rows.count * heads.heads // heads.kv_heads)
+    size: int = triton.next_power_of_2(rows.tokens * heads.heads // heads.kv_heads)
     return max(16, size)
 
 
 def rotary(texts: Texts, rows: Rows, inv_freq: Tensor, out: Tensor) -> None:
     """Cosine and sine of the rotary angles of all new tokens into `out` (2, M, width / 2)."""
-    _rotary[(len(texts.stored), rows.count)](
-        *(texts.stored, texts.pending, inv_freq, *out, rows.count, rows.commit, rows.block),
+    _rotary[(len(texts.stored), rows.tokens)](
+        *(texts.stored, texts.pending, inv_freq, *out, rows.tokens, rows.commit, rows.block),
         HALF=len(inv_freq),
         num_warps=1,
     )
@@ -101,27 +81,17 @@ def attend(
     rows: Rows,
     scratch: Scratch,
     out: Tensor,
-    *,
-    fetch: Sequence[tuple[Tensor, int]] = (),
 ) -> None:
-    """Attention of all new tokens into `out` (M, heads · width), from q, k, v in `parts` (P, M, ·).
-
-    The memory has little to do meanwhile: `fetch` are up to two weights, and how many of their elements to bring into the
-    cache.
-    """
+    """Attention of all new tokens into `out` (M, heads · width), from q, k, v in `parts` (P, M, ·)."""
     requests, splits = len(texts.stored), splits_for(len(texts.stored), heads.kv_heads)
-    pages, _, page_size, _ = cache[0].shape
+    page_size = cache[0].shape[2]
     norms = heads.q_norm if heads.q_norm is not None else parts, heads.k_norm if heads.k_norm is not None else parts
-    wanted = [*fetch, (parts, 0), (parts, 0)][:2]
-    groups = requests * heads.kv_heads
-    fetchers = -(-FETCHERS // groups) if fetch else 0
-    _attend[(groups, 1 + splits + fetchers)](
+    _attend[(requests * heads.kv_heads, 1 + splits)](
         *(parts, *cache, *texts, *norms, heads.bias if heads.bias is not None else parts),
-        *(*scratch.rotary, out, *scratch[1:], wanted[0][0], wanted[1][0]),
-        *(requests * rows.count, texts.table.stride(0), heads.eps, wanted[0][1], wanted[1][1]),
+        *(*scratch.rotary, out, *scratch[1:], requests * rows.tokens, texts.table.stride(0), heads.eps),
         COMMIT=rows.commit,
         BLOCK=rows.block,
-        S=rows.count,
+        S=rows.tokens,
         GROUP=heads.heads // heads.kv_heads,
         KV=heads.kv_heads,
         HALF=heads.width // 2,
@@ -129,11 +99,10 @@ def attend(
         SPLITS=splits,
         PAGE=page_size,
         BM=_query_rows(heads, rows),
-        BT=max(16, triton.next_power_of_2(rows.count)),
+        BT=max(16, triton.next_power_of_2(rows.tokens)),
         CHUNK=CHUNK,
         NORM=heads.q_norm is not None,
         BIAS=heads.bias is not None,
-        FETCH=bool(fetch),
         num_warps=8,
     )
 
@@ -178,38 +147,37 @@ def _turned(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fetch(W, count, number, step):  # type: ignore[no-untyped-def]
-    """Ask for `count` elements of a weight to be brought into the cache, by all programs that share the work."""
-    for first in range(number * 128 * 2048, count, step * 128 * 2048):
-        at = first + tl.arange(0, 128) * 2048  # 4 KB for each thread
-        address = (W + tl.minimum(at, count - 2048)).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;",
-            "=r,l",
-            [address],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+def _merged(PART, LSE, group, active, BM: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Attention over all parts of a text and the new tokens, as a sum and its weight."""
+    i, whole = tl.arange(0, BM), tl.arange(0, C)
+    every = tl.arange(0, 16)[:, None]
+    all_lse = tl.load(
+        LSE + (group + every) * BM + i[None, :], mask=every <= active, other=float("-inf"), cache_modifier=".cg"
+    )
+    highest = tl.max(all_lse, 0)
+    total = tl.sum(tl.exp2(all_lse - highest[None, :]), 0)
+    mixed = tl.zeros((BM, C), tl.float32)
+    for first_part in range(0, active + 1, 8):  # eight are asked for before the first is waited for
+        for further in tl.static_range(8):
+            part = first_part + further
+            slot = (group + tl.minimum(part, active)) * BM + i
+            weight = tl.exp2(tl.load(LSE + slot, cache_modifier=".cg") - highest)
+            weight = tl.where(part <= active, weight, 0.0)
+            mixed += weight[:, None] * tl.load(PART + slot[:, None] * C + whole[None, :], cache_modifier=".cg")
+    return mixed, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS, NEXT, AFTER,
-    tokens, table_step, eps, fetch_next, fetch_after,
+    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
+    tokens, table_step, eps,
     COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
     HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
-    BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, FETCH: tl.constexpr,
+    BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     request, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
     stored = tl.load(STORED + request)
     active = min(SPLITS, tl.cdiv(stored, CHUNK))  # parts of the text; part 0 are the new tokens
-    if FETCH:
-        if split > SPLITS:
-            number = (split - SPLITS - 1) * tl.num_programs(0) + tl.program_id(0)
-            step = (tl.num_programs(1) - SPLITS - 1) * tl.num_programs(0)
-            _fetch(NEXT, fetch_next, number, step)
-            _fetch(AFTER, fetch_after, number, step)
     if split <= active:
         KIND: tl.constexpr = KEYS.dtype.element_ty
         C: tl.constexpr = 2 * HALF
@@ -231,6 +199,16 @@ def _attend(  # type: ignore[no-untyped-def]
         column = ((kv * GROUP + member) * C)[:, None] + c[None, :]
         first = _half(A, BIASES, place, column, real[:, None], parts_step, PARTS, BIAS)
         second = _half(A, BIASES, place, column + HALF, real[:, None], parts_step, PARTS, BIAS)
+        t = tl.arange(
+            0, BT
+        )  # the new tokens' keys and values, where they are this program's: asked for now, used at the end
+        mine = t < tl.where(split == 0, S, 0)
+        spot, field = (request * S + t)[:, None] * WIDTH, ((GROUP * KV + kv) * C) + c[None, :]
+        one = _half(A, BIASES, spot, field, mine[:, None], parts_step, PARTS, BIAS)
+        two = _half(A, BIASES, spot, field + HALF, mine[:, None], parts_step, PARTS, BIAS)
+        values_at = ((GROUP * KV + KV + kv) * C) + whole[None, :]
+        nv = _half(A, BIASES, spot, values_at, mine[:, None], parts_step, PARTS, BIAS).to(KIND)
+        pending = tl.load(PENDING + request)
         q1, q2 = _turned(first, second, QNORM, COS, SIN, request * S + token, real, eps, KIND, HALF, NORM)
         factor = 1.4426950408889634 / tl.sqrt(C * 1.0)  # exponents of two
         highest = tl.full((BM,), float("-inf"), tl.float32)
@@ -253,16 +231,7 @@ def _attend(  # type: ignore[no-untyped-def]
             k2 = tl.load(KEYS + base + HALF + c[None, :], mask=known[:, None], other=0.0)
             v = tl.load(VALUES + base + whole[None, :], mask=known[:, None], other=0.0)
         if split == 0:
-            t = tl.arange(0, BT)
-            mine = t < S
-            pending = tl.load(PENDING + request)
-            spot = (request * S + t)[:, None] * WIDTH
-            field = ((GROUP * KV + kv) * C) + c[None, :]
-            one = _half(A, BIASES, spot, field, mine[:, None], parts_step, PARTS, BIAS)
-            two = _half(A, BIASES, spot, field + HALF, mine[:, None], parts_step, PARTS, BIAS)
             n1, n2 = _turned(one, two, KNORM, COS, SIN, request * S + t, mine, eps, KIND, HALF, NORM)
-            field = ((GROUP * KV + KV + kv) * C) + whole[None, :]
-            nv = _half(A, BIASES, spot, field, mine[:, None], parts_step, PARTS, BIAS).to(KIND)
             same = (token >= COMMIT)[:, None] & ((token[:, None] - COMMIT) // BLOCK == (t[None, :] - COMMIT) // BLOCK)
             commits = token < tl.where(pending > 0, S, COMMIT)  # sees the block that is being committed
             seen = tl.where((t < COMMIT)[None, :], commits[:, None], same) & mine[None, :]
@@ -285,21 +254,7 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(LSE + slot, highest + tl.log2(total))
         tl.debug_barrier()
         if tl.atomic_add(COUNTS + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == active:
-            group = tl.program_id(0) * (SPLITS + 1)
-            every = tl.arange(0, 32)[:, None]
-            all_lse = tl.load(
-                LSE + (group + every) * BM + i[None, :], mask=every <= active, other=float("-inf"), cache_modifier=".cg"
-            )
-            highest = tl.max(all_lse, 0)
-            total = tl.sum(tl.exp2(all_lse - highest[None, :]), 0)
-            mixed = tl.zeros((BM, C), tl.float32)
-            for first_part in range(0, active + 1, 4):  # four are asked for before the first is waited for
-                for further in tl.static_range(4):
-                    part = first_part + further
-                    slot = (group + tl.minimum(part, active)) * BM + i
-                    weight = tl.exp2(tl.load(LSE + slot, cache_modifier=".cg") - highest)
-                    weight = tl.where(part <= active, weight, 0.0)
-                    mixed += weight[:, None] * tl.load(PART + slot[:, None] * C + whole[None, :], cache_modifier=".cg")
+            mixed, total = _merged(PART, LSE, tl.program_id(0) * (SPLITS + 1), active, BM, C)
             tl.atomic_xchg(COUNTS + tl.program_id(0), 0)
             out = (
                 (request * S + token)[:, None] * (GROUP * KV * C)

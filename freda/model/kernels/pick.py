@@ -1,8 +1,8 @@
 """The head for few tokens: each one's likeliest id, its probability, and the runner-up, without the logits.
 
-One program has 64 ids; it leaves of each token the best two of them and the sum of exponents, and a second kernel merges
-these. Logits are rounded as a matrix product would leave them, and of equal ones the lowest id counts, so the choice is that
-of the plain twin, `draft.predict`.
+One program has 64 ids; it leaves of each token the best two of them and the sum of exponents, and a second kernel
+merges these. Logits are rounded as a matrix product would leave them, and of equal ones the lowest id counts, so the
+choice is that of the plain twin, `draft.predict`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freda.model.kernels.skinny import HEAD, TILE, Stream
+from freda.model.kernels.skinny import HEAD, Stream
 
 
 class Partial(NamedTuple):
@@ -27,7 +27,7 @@ class Partial(NamedTuple):
 
 def new_partial(tokens: int, rows: int, device: torch.device) -> Partial:
     """Memory for `pick` among the ids of `rows` rows of a head."""
-    tiles = -(-rows // TILE)
+    tiles = -(-rows // HEAD.tile)
     ids = torch.empty(2, tiles, tokens, dtype=torch.int32, device=device)
     return Partial(torch.empty(2, tiles, tokens, device=device), ids, torch.empty(tiles, tokens, device=device))
 
@@ -42,7 +42,7 @@ def pick(
         *(stream.scaled, weight, stream.squares, tokens, *partial),
         *(count, stream.x.shape[0], weight.shape[0], vocabulary, inner, eps, len(stream.squares)),
         BM=max(16, triton.next_power_of_2(count)),
-        BN=TILE,
+        BN=HEAD.tile,
         BK=HEAD.chunk,
         TILES=triton.next_power_of_2(len(stream.squares)),
         STAGES=HEAD.stages,

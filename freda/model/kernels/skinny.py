@@ -1,13 +1,13 @@
 """Matrix products with few rows (tokens), bound by the reading of the weights, and what is done to their results.
 
-A program multiplies 64 rows of a weight, or a part of their columns, with all tokens: the weight is the left factor, so
-that the tensor cores' tall tiles are full and every byte of it is read once. Where few tiles would leave multiprocessors
+A program multiplies 64 rows of a weight, or a part of their columns, with all tokens: the weight is the left factor,
+so that the tensor cores' tall tiles are full and every byte of it is read once. Where few tiles would leave the GPU
 idle, the columns are split; the last program of a tile adds the parts up in their order, so results do not depend on
 timing.
 
-RMS norms cost no kernel of their own. Who writes the residual stream x also writes x·g, g being the weight of the norm to
-come, and each tile's share of Σ x²; who multiplies with the normed x takes x·g and scales the result. The plain twin is a
-`transformer.Layer`.
+RMS norms cost no kernel of their own. Who writes the residual stream x also writes x·g, g being the weight of the norm
+to come, and each tile's share of Σ x²; who multiplies with the normed x takes x·g and scales the result. The plain twin
+is a `transformer.Layer`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_ROWS = 64
-TILE = 64  # rows of a weight in a program
 
 
 class Stream(NamedTuple):
@@ -28,15 +27,17 @@ class Stream(NamedTuple):
 
     x: Tensor  # (M, D) bf16
     scaled: Tensor  # (M, D) bf16: x·g, for the norm to come
-    squares: Tensor  # (D / TILE, M) fp32: of each tile of columns, Σ x²
+    squares: Tensor  # (tiles, M) fp32: of each tile of columns, Σ x²; what is not written is zero
 
 
 class Plan(NamedTuple):
     """How a product is cut up."""
 
     splits: int
-    chunk: int
+    chunk: int  # columns at a time
     stages: int
+    tile: int = 64  # rows of the weight; fewer than 64 are the right factor, not the left
+    warps: int = 4
 
 
 # Found by trying on an H200 with 8 tokens and Qwen3-4B's shape; splits leave two to four programs a multiprocessor.
@@ -46,14 +47,14 @@ PROJECT, RESIDUAL, GATE, HEAD = Plan(4, 64, 4), Plan(8, 128, 3), Plan(1, 128, 3)
 def new_stream(tokens: int, width: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Stream:
     """A stream to be written to."""
     x, scaled = torch.empty(2, tokens, width, device=device, dtype=dtype).unbind()
-    return Stream(x, scaled, torch.zeros(-(-width // TILE), tokens, device=device))
+    return Stream(x, scaled, torch.zeros(-(-width // RESIDUAL.tile), tokens, device=device))
 
 
 def embed(ids: Tensor, alpha: Tensor, table: Tensor, blank_id: int, norm: Tensor, out: Stream) -> None:
     """Eq. soft_prediction_embedding of M tokens into `out`, for a norm of weight `norm` to come."""
     tokens, width = out.x.shape
     _embed[(tokens,)](
-        *(ids, alpha, table, norm, *out, blank_id, tokens, width),
+        *(ids, alpha, table, norm, *out, blank_id, tokens, width, len(out.squares)),
         TILES=triton.next_power_of_2(len(out.squares)),
         WIDTH=triton.next_power_of_2(width),
         num_warps=8,
@@ -85,7 +86,7 @@ class Scratch(NamedTuple):
 def new_scratch(tokens: int, width: int, device: torch.device) -> Scratch:
     """Enough for `add` to a stream of this width."""
     parts = torch.empty(RESIDUAL.splits * tokens * width, device=device)
-    return Scratch(parts, torch.zeros(-(-width // TILE), dtype=torch.int32, device=device))
+    return Scratch(parts, torch.zeros(-(-width // RESIDUAL.tile), dtype=torch.int32, device=device))
 
 
 def _launch(
@@ -101,24 +102,25 @@ def _launch(
 ) -> None:
     tokens, inner = x.shape
     rows = weight.shape[0] // 2 if mode == 1 else weight.shape[0]
-    assert tokens <= MOST_ROWS and inner % plan.chunk == 0 and rows % TILE == 0, (x.shape, weight.shape)
+    assert tokens <= MOST_ROWS and inner % plan.chunk == 0 and rows % plan.tile == 0, (x.shape, weight.shape)
     parts, counts = scratch or (out, out)
-    _skinny[(rows // (TILE // 2 if mode == 1 else TILE), plan.splits)](
+    _skinny[(rows // (plan.tile // 2 if mode == 1 else plan.tile), plan.splits)](
         *(x, weight, out, *stream, parts, counts, tokens, rows, inner, eps, len(stream.squares)),
         MODE=mode,
         SPLITS=plan.splits,
         BM=max(16, triton.next_power_of_2(tokens)),
-        BN=TILE,
+        BN=plan.tile,
         BK=plan.chunk,
         TILES=triton.next_power_of_2(len(stream.squares)),
         STAGES=plan.stages,
-        num_warps=4,
+        TALL=plan.tile >= 64,
+        num_warps=plan.warps,
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _embed(  # type: ignore[no-untyped-def]
-    IDS, ALPHA, TABLE, NORM, X, SCALED, SQUARES, blank, tokens, width, TILES: tl.constexpr, WIDTH: tl.constexpr
+    IDS, ALPHA, TABLE, NORM, X, SCALED, SQUARES, blank, tokens, width, tiles, TILES: tl.constexpr, WIDTH: tl.constexpr
 ):
     token = tl.program_id(0)
     at = tl.arange(0, WIDTH)
@@ -135,14 +137,14 @@ def _embed(  # type: ignore[no-untyped-def]
     tl.store(SCALED + token * width + at, (wide * norm).to(SCALED.dtype.element_ty), mask=inside)
     tile = tl.arange(0, TILES)
     total = tl.where(tile == 0, tl.sum(wide * wide), 0.0)
-    tl.store(SQUARES + tile * tokens + token, total, mask=tile < tl.cdiv(width, 64))
+    tl.store(SQUARES + tile * tokens + token, total, mask=tile < tiles)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _skinny(  # type: ignore[no-untyped-def]
+def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
     A, W, OUT, X, SCALED, SQUARES, PARTS, COUNTS, tokens, rows, inner, eps, tiles,
     MODE: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, TALL: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
@@ -155,10 +157,13 @@ def _skinny(  # type: ignore[no-untyped-def]
     last = min(inner, first + per)
     weight = W + n[:, None].to(tl.int64) * inner + k[None, :]
     given = A + m[None, :] * inner + k[:, None]
-    total = tl.zeros((BN, BM), tl.float32)
+    total = tl.zeros((BN, BM) if TALL else (BM, BN), tl.float32)
     for at in tl.range(first, last, BK, num_stages=STAGES):
         a = tl.load(given + at, mask=real[None, :], other=0.0)
-        total = tl.dot(tl.load(weight + at, eviction_policy="evict_first"), a, total)
+        w = tl.load(weight + at, eviction_policy="evict_first")
+        total = tl.dot(w, a, total) if TALL else tl.dot(tl.trans(a), tl.trans(w), total)
+    if not TALL:
+        total = tl.trans(total)
     place = m[None, :] * rows + n[:, None]
     if MODE < 2:  # of a normed stream
         t = tl.arange(0, TILES)

@@ -1,0 +1,265 @@
+"""Passes that stay on the device: what is known of R requests goes from pass to pass without a round trip to the host.
+
+A pass is one function of tensors: candidates, forward, choice, prediction, commitment, and, for blocks that have
+closed, the next block, blank, with the closed one to be committed. The host reads back one small report: which blocks
+have closed, and with which tokens. On CUDA the whole pass is captured as a graph, once for each number of requests and
+each form of the forward (with or without a commit, one draft or several). Requests enter and leave by loading the state
+anew.
+
+It does what `Batch` does, which is its plain twin, where nobody draws by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from freda.config import DecodeConfig, MethodConfig
+from freda.decode.batch import Batch, Text
+from freda.decode.lanes import Lanes, Wants, candidates_of, chosen, settled, wants_of
+from freda.decode.pages import PagedCache
+from freda.methods.draft import Prediction, merge, start
+from freda.methods.method import Method
+from freda.model.cache import Rows, Texts
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # numbers of requests that graphs are made for
+
+
+class Machine(Protocol):
+    """What runs the forwards: `packed.PackedModel`."""
+
+    def buffers(self, requests: int, rows: Rows) -> Any:
+        """Memory for a forward over the new tokens of so many requests."""
+
+    def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Any) -> None:
+        """All layers over tokens `given` as (ids, α), each (R · rows,); what is committed goes into the pages."""
+
+    def hidden(self, buffers: Any) -> Tensor:
+        """What the forward left, (R · rows, D)."""
+
+    def predict(self, tokens: Tensor, buffers: Any) -> Prediction:
+        """The likeliest ids of `tokens` (N, B), which number those of the forward, and the runners-up."""
+
+
+class State(NamedTuple):
+    """R requests between two passes."""
+
+    lanes: Lanes
+    texts: Texts
+    pending_ids: Tensor  # (R, B) int64: the block to commit, where there is one
+
+    def tensors(self) -> list[Tensor]:
+        """What a pass changes."""
+        return [*self.lanes.draft, self.lanes.begin, self.texts.stored, self.texts.pending, self.pending_ids]
+
+
+class Setting(NamedTuple):
+    """What does not change while a batch runs."""
+
+    model: Transformer
+    machine: Machine
+    method: Method
+    config: MethodConfig
+    wants: Wants
+
+
+def stays_on_device(model: Transformer, config: MethodConfig, request: DecodeConfig) -> bool:
+    """Can a request be decoded by these passes? Not if it draws tokens or candidates by chance, which wants all logits,
+    nor with a scorer that has a last layer of its own or embeddings that are rescaled."""
+    own_layer = isinstance(model.scorer, Scorer) and model.scorer.last_layer is not None
+    by_chance = request.temperature > 0 or request.candidates == "sampled"
+    return not (by_chance or own_layer or config.rescale)
+
+
+def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> tuple[State, Tensor]:
+    """The state after a pass, and its report (R, 2 + B) int64: has the block closed, is it sound, its ids."""
+    lanes, texts, pending_ids = state
+    method, machine, size = setting.method, setting.machine, rows.block
+    count, device = len(lanes.begin), lanes.begin.device
+    found = candidates_of(lanes, method, setting.config, setting.wants, count=max(1, rows.drafts))
+    parts = [(pending_ids, torch.ones_like(pending_ids, dtype=torch.float32))] if rows.commit else []
+    if rows.drafts:
+        parts.append((found.ids.flatten(1), found.alpha.flatten(1)))
+    ids, alpha = (torch.cat(part, dim=1).flatten() for part in zip(*parts, strict=True))
+    machine.run((ids, alpha), texts, rows, buffers)
+    first = torch.arange(count, device=device)[:, None] * rows.tokens
+    tokens = first + torch.arange(size, device=device)
+    if rows.drafts:
+        scored = method.SCORES and rows.drafts > 1
+        soft = machine.hidden(buffers).view(count, rows.tokens, -1)[:, rows.commit :] if scored else None
+        winner = chosen(setting.model, method, lanes, found, soft).winner
+        tokens = tokens + rows.commit + winner[:, None] * size
+    lanes = settled(lanes, method, machine.predict(tokens, buffers))
+    draft, closed = lanes.draft, lanes.draft.closed
+    sound = draft.prob.isfinite().all(-1)
+    report = torch.cat([torch.stack([closed, sound], dim=1).long(), draft.ids], dim=1)
+    none = torch.zeros_like(draft.given)
+    lanes = lanes._replace(
+        draft=merge(~closed, draft, start(draft.ids, none, setting.model.blank_id)), begin=lanes.begin + size * closed
+    )
+    stored = texts.stored + texts.pending if rows.commit else texts.stored
+    pending = (size * closed).to(texts.pending)
+    ids_to_come = torch.where(closed[:, None], draft.ids, pending_ids)
+    return State(lanes, texts._replace(stored=stored, pending=pending), ids_to_come), report
+
+
+class Program:
+    """The passes of batches of one size: their state in memory that stays, and on CUDA their graphs."""
+
+    def __init__(self, state: State, setting: Setting) -> None:
+        self.state, self.setting = state, setting
+        self._runs: dict[Rows, Callable[[], Tensor]] = {}
+
+    def load(self, state: State) -> None:
+        """Take over another state of the same size."""
+        fixed = [self.state.texts.table, *self.state.lanes.rules[:2], *self.state.lanes.search]
+        given = [state.texts.table, *state.lanes.rules[:2], *state.lanes.search]
+        for old, new in zip([*self.state.tensors(), *fixed], [*state.tensors(), *given], strict=True):
+            old.copy_(new)
+
+    def step(self, rows: Rows) -> Tensor:
+        """One pass; returns its report."""
+        if rows not in self._runs:
+            self._runs[rows] = self._captured(rows) if self.state.pending_ids.is_cuda else self._plain(rows)
+        return self._runs[rows]()
+
+    def _plain(self, rows: Rows) -> Callable[[], Tensor]:
+        buffers = self.setting.machine.buffers(len(self.state.pending_ids), rows)
+
+        def run() -> Tensor:
+            after, report = one_pass(self.state, self.setting, rows, buffers)
+            for old, new in zip(self.state.tensors(), after.tensors(), strict=True):
+                old.copy_(new)
+            return report
+
+        return run
+
+    def _captured(self, rows: Rows) -> Callable[[], Tensor]:
+        """The same as a CUDA graph. What is run to warm up is undone: all but the pages, where it writes what the first
+        replay will write again."""
+        run = self._plain(rows)
+        before = [tensor.clone() for tensor in self.state.tensors()]
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+            with torch.cuda.graph(graph, stream=stream):
+                report = run()
+        torch.cuda.current_stream().wait_stream(stream)
+        for tensor, value in zip(self.state.tensors(), before, strict=True):
+            tensor.copy_(value)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return report
+
+        return replay
+
+
+class DeviceBatch(Batch):
+    """A batch whose passes stay on the device."""
+
+    cache: PagedCache
+
+    def __init__(
+        self, base: Batch, machine: Machine, programs: dict[tuple[Any, ...], Program], table_pages: int
+    ) -> None:
+        super().__init__(base.model, base.method, base.config, base.texts, sorted(base.stop_ids), base.cache)
+        self._machine, self._programs, self._table_pages = machine, programs, table_pages
+        self._program: Program | None = None
+        self._fresh_rows = set[int]()  # whose draft is still blank
+        self._report: list[list[int]] = []  # of the last pass; empty if that was a plain one
+
+    def _load(self) -> Program:
+        """The state of all texts, filled up to the next size that there are graphs for."""
+        wants = wants_of(self.method, [text.request for text in self.texts])
+        size = next(bucket for bucket in BUCKETS if bucket >= len(self.texts))
+        state = self._state(size)
+        key = (self.method.__name__, size, wants)  # type: ignore[attr-defined]
+        if key not in self._programs:
+            setting = Setting(self.model, self._machine, self.method, self.config, wants)
+            self._programs[key] = Program(state, setting)
+        else:
+            self._programs[key].load(state)
+        passes = self.lanes.draft.passes.tolist()
+        self._fresh_rows = {row for row, done in enumerate(passes) if done == 0}
+        return self._programs[key]
+
+    def _state(self, size: int) -> State:
+        """Padding repeats the first text, over the spare page and with nothing stored."""
+        more = size - len(self.texts)
+        rows = self._tensor([*range(len(self.texts)), *[0] * more], torch.int64)
+        width, spare = self._table_pages, self.cache.pages.spare
+        tables = [table + [spare] * (width - len(table)) for table in self.cache.tables] + [[spare] * width] * more
+        waiting = [text.clean[text.stored :] for text in self.texts]
+        pending = [len(tokens) for tokens in waiting] + [0] * more
+        ids = [tokens or [0] * self.size for tokens in waiting] + [[0] * self.size] * more
+        stored = [text.stored for text in self.texts] + [0] * more
+        texts = Texts(*(self._tensor(values, torch.int32) for values in (tables, stored, pending)))
+        lanes = self.lanes.rows(rows)._replace(begin=self._tensor([*map(_begin, self.texts), *[0] * more], torch.int64))
+        return State(lanes, texts, self._tensor(ids, torch.int64))
+
+    def draft_pass(self) -> list[int]:
+        """One forward that commits what is pending and predicts; returns the rows whose block has closed."""
+        if self.watched:
+            return self._plain_pass()
+        if self._program is None:
+            self._program = self._load()
+        pending = any(text.stored < len(text.clean) for text in self.texts)
+        width = self._program.setting.wants.width if self.method.SCORES else 1
+        drafts = 0 if not self.method.DRAFTS else 1 if len(self._fresh_rows) == len(self.texts) else width
+        self._report = self._program.step(Rows(self.size if pending else 0, self.size, drafts)).tolist()
+        for text in self.texts:
+            text.nfe += 1
+            text.stored = len(text.clean)
+        closed = [row for row in range(len(self.texts)) if self._report[row][0]]
+        self._fresh_rows = set(closed)
+        return closed
+
+    def _plain_pass(self) -> list[int]:
+        """A pass as `Batch` does it, where somebody wants to see the drafts."""
+        self._unload()
+        self._report = []
+        self.cache.lengths = self._tensor([text.stored for text in self.texts], torch.int64)
+        return super().draft_pass()
+
+    def sound(self) -> list[bool]:
+        """Whose probabilities are numbers?"""
+        return [bool(row[1]) for row in self._report[: len(self.texts)]] if self._report else super().sound()
+
+    def block(self, row: int) -> list[int]:
+        """The tokens of a draft after the last pass."""
+        return [int(token) for token in self._report[row][2:]] if self._report else super().block(row)
+
+    def next_blocks(self, finished: set[int]) -> None:
+        """After a pass on the device the next blocks have begun already; let finished texts leave."""
+        if not self._report:
+            super().next_blocks(finished)
+        elif finished:
+            self.leave(finished)
+
+    def join(self, other: Batch) -> None:
+        """Take over the requests of another batch, whose cache is of the same storage."""
+        self._unload()
+        super().join(other)
+
+    def leave(self, finished: set[int]) -> None:
+        """Drop these rows."""
+        self._unload()
+        super().leave(finished)
+
+    def _unload(self) -> None:
+        """Back from the program's memory, which other batches may use."""
+        if self._program is not None:
+            rows = torch.arange(len(self.texts), device=self.device)
+            self.lanes = self._program.state.lanes.rows(rows)
+            self._program = None
+
+
+def _begin(text: Text) -> int:
+    return len(text.clean)

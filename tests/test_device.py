@@ -1,0 +1,167 @@
+"""Passes that stay on the device make what `generate` makes: with plain forwards here, with kernels on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, tiny_model
+from test_engine import ALL, SMALL, Letters, alone, loaded, prompts, settings_of
+from torch import Tensor
+
+from freda.config import MethodConfig
+from freda.decode.batch import Pass, Request
+from freda.decode.device import DeviceBatch
+from freda.decode.engine import Engine, EngineConfig
+from freda.decode.generate import generate
+from freda.decode.pages import PagedCache, Pages
+from freda.methods import METHODS
+from freda.methods.draft import Prediction, predict, soft_embedding
+from freda.model.attention import make_mask
+from freda.model.cache import Rows, Texts
+from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.transformer import Transformer
+from freda.model.weights import LoadedModel
+
+GREEDY = {"temperature": 0.0, "candidates": "beam"}
+
+
+class PlainMachine:
+    """The forwards of `PackedModel` by the Transformer itself."""
+
+    def __init__(self, model: Transformer, pages: Pages) -> None:
+        self.model, self.pages = model, pages
+
+    def buffers(self, requests: int, rows: Rows) -> dict[str, Tensor]:
+        return {}
+
+    def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: dict[str, Tensor]) -> None:
+        count, block = len(texts.stored), rows.block
+        ids, alpha = (part.view(count, rows.tokens) for part in given)
+        place = torch.arange(rows.tokens, device=ids.device)
+        further = torch.where(place < rows.commit, place, texts.pending[:, None] + (place - rows.commit) % block)
+        position = texts.stored[:, None] + further
+        text, draft = position[:, : rows.commit], position[:, rows.commit :]
+        real = (texts.pending > 0)[:, None].expand_as(text)
+        tokens = clean_tokens(torch.where(real, 0, -1), text, block)
+        if rows.drafts:
+            candidate = ((place - rows.commit) // block)[rows.commit :].expand_as(draft)
+            tokens = concat(tokens, draft_tokens(torch.zeros_like(draft), draft, block, candidate))
+        cache = PagedCache(self.pages, texts.table.tolist(), texts.stored.tolist())
+        mask = make_mask(tokens, concat(cache.tokens(block), tokens), "sdpa")
+        out = self.model(soft_embedding(self.model, ids, alpha), position, mask, cache.past())
+        cache.write(out.new, text, real)
+        buffers["hidden"] = out.hidden.flatten(0, 1)
+
+    def hidden(self, buffers: dict[str, Tensor]) -> Tensor:
+        return buffers["hidden"]
+
+    def predict(self, tokens: Tensor, buffers: dict[str, Tensor]) -> Prediction:
+        return predict(self.model.logits(buffers["hidden"][tokens]), runner_up=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_request_is_what_generate_makes_of_it_alone(name: str) -> None:
+    """Fourteen requests with settings of their own through five places: they enter, leave, are filled up to eight."""
+    model = loaded(name)
+    config = EngineConfig(max_batch=5, page_size=8, pages=60, prefill=24)
+    asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(14, seed=2))]
+    engine = Engine(model, config, PlainMachine)
+    outputs = engine.run(asked)
+    assert {type(batch) for batch in engine.batches.values()} == {DeviceBatch}
+    for request, output in zip(asked, outputs, strict=True):
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request, name)
+
+
+def test_requests_by_chance_go_the_plain_way_beside() -> None:
+    model = loaded("best-of-n")
+    engine = Engine(model, SMALL, PlainMachine)
+    asked = [Request(prompt=p, **settings_of(n)) for n, p in enumerate(prompts(12))]
+    outputs = engine.run(asked)
+    assert {kind for kind in engine.batches} == {("best-of-n", True), ("best-of-n", False)}
+    for request, output in zip(asked, outputs, strict=True):
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request, "best-of-n")
+
+
+@pytest.mark.parametrize("name", ["self-refine", "best-of-n"])
+def test_watched_passes_are_the_same(name: str) -> None:
+    """Somebody looks at every third step: those passes are made the plain way, and nothing else changes."""
+    model = loaded(name)
+    asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(4, seed=3))]
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
+    numbers, seen, steps = [engine.submit(request) for request in asked], list[Pass](), 0
+    while engine.busy:
+        engine.step(seen.append if steps % 3 == 1 else None)
+        steps += 1
+    assert seen
+    for number, request in zip(numbers, asked, strict=True):
+        output = engine.outputs[number]
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request, name)
+
+
+def test_cancelling_disturbs_nobody() -> None:
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
+    asked = [Request(prompt=p, max_new_tokens=20, threshold=0.5) for p in prompts(4, seed=9)]
+    numbers = [engine.submit(request) for request in asked]
+    for _ in range(3):
+        engine.step()
+    engine.cancel(numbers[1])
+    while engine.busy:
+        engine.step()
+    for number, request in zip(numbers, asked, strict=True):
+        if number != numbers[1]:
+            assert (engine.outputs[number].tokens, engine.outputs[number].nfe) == alone(model, request, "self-refine")[
+                :2
+            ]
+
+
+def test_damaged_weights_end_the_request_with_an_error() -> None:
+    model = loaded()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    engine = Engine(model, SMALL, PlainMachine)
+    engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=8))
+    events = engine.step()
+    assert [event.finish for event in events] == ["error"] and not engine.busy
+
+
+def test_it_can_be_switched_off() -> None:
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20, on_device=False), PlainMachine)
+    engine.run([Request(prompt=[1, 2], max_new_tokens=4)])
+    assert not any(isinstance(batch, DeviceBatch) for batch in engine.batches.values())
+
+
+# -- on a GPU: kernels and graphs ------------------------------------------------------------------------------------
+
+
+def gpu_model(name: str, **shape: Any) -> LoadedModel:
+    """Sharp enough distributions that rounding seldom decides."""
+    from freda.model.scorer import Scorer
+
+    sizes = {"dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_dim": 512, "layers": 3, **shape}
+    model = tiny_model(**sizes)
+    model.scorer = Scorer(model.config)
+    model.scorer.init_weights(0, model)
+    model = model.to("cuda", torch.bfloat16)
+    model.inv_freq = model.inv_freq.float()
+    return LoadedModel(model, Letters(), MethodConfig(name=name, block_size=4), "test")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", ALL)
+def test_sixty_four_mixed_requests_on_a_gpu(name: str) -> None:
+    """Kernels in bf16 round otherwise than the reference loop: nearly all texts are the same; no page is lost."""
+    model = gpu_model(name)
+    asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(64, seed=4))]
+    engine = Engine(model, EngineConfig(max_batch=24, page_size=16, pages=300))
+    outputs = engine.run(asked)
+    assert {type(batch) for batch in engine.batches.values()} == {DeviceBatch}
+    wanted = generate(model.model, METHODS[name], model.method, asked, stop_ids=[EOS])  # type: ignore[index]
+    same = sum(one.tokens == two.tokens for one, two in zip(outputs, wanted, strict=True))
+    print(f"{name}: {same} of {len(asked)} texts are the same")
+    assert same >= 0.8 * len(asked)
+    assert engine.pages.available == 300

@@ -1,0 +1,122 @@
+"""The forward of decoding by kernels is the Transformer's over gathered pages: hidden states, pages, choices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from test_device import PlainMachine
+
+from freda.config import ModelConfig
+from freda.decode.pages import Pages
+from freda.model.cache import Rows, Texts
+from freda.model.transformer import Transformer
+
+VOCABULARY, PAGE = 205, 16
+CASES = [
+    ({}, Rows(4, 4, 1), [20, 36], [4, 4]),
+    ({"heads": 4, "kv_heads": 2}, Rows(4, 4, 1), [0], [4]),  # no text yet
+    (
+        {"heads": 4, "kv_heads": 2},
+        Rows(4, 4, 3),
+        [0, 100, 28],
+        [4, 0, 4],
+    ),  # some commit, some do not; three drafts each
+    ({"qk_norm": False, "qkv_bias": True}, Rows(0, 4, 1), [64, 4], [0, 0]),
+    ({}, Rows(1, 1, 0), [63, 5, 130], [1, 1, 1]),  # autoregressive
+    ({"heads": 8, "kv_heads": 1, "head_dim": 128}, Rows(8, 8, 2), [136], [8]),
+    ({"heads": 4, "kv_heads": 2}, Rows(4, 4, 1), list(range(0, 200, 20)), [4] * 10),  # many tokens
+]
+
+
+def filled_model(device: str, dtype: torch.dtype, **shape: Any) -> Transformer:
+    sizes = {"dim": 128, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn_dim": 256, **shape}
+    model = Transformer(ModelConfig(vocab_size=VOCABULARY, **sizes), VOCABULARY - 5)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            spread, middle = (0.15, 0.0) if weight.dim() > 1 else (0.1, 1.0)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * spread + middle)
+    model = model.to(device, dtype)
+    model.inv_freq = model.inv_freq.float()
+    return model
+
+
+def compare(case: int, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """How far the kernels are from the Transformer: relative errors, and the share of equal choices."""
+    from freda.decode.packed import PackedModel, fits
+
+    shape, rows, stored, pending = CASES[case]
+    model = filled_model(device, dtype, **shape)
+    assert fits(model)
+    generator = torch.Generator().manual_seed(case)
+    count, width = len(stored), 16
+    storage = [Pages(model, count * width, PAGE) for _ in range(2)]
+    for layer, twin in zip(storage[0].layers, storage[1].layers, strict=True):
+        for part, other in zip(layer, twin, strict=True):
+            part.copy_(torch.randn(part.shape, generator=generator))
+            other.copy_(part)
+    numbers = torch.randperm(count * width, generator=generator).view(count, width)
+    texts = Texts(*(torch.as_tensor(part, dtype=torch.int32, device=device) for part in (numbers, stored, pending)))
+    ids = torch.randint(0, model.blank_id, (count, rows.tokens), generator=generator)
+    alpha = torch.rand(count, rows.tokens, generator=generator)
+    alpha[:, : rows.commit] = 1
+    given = ids.flatten().to(device), alpha.flatten().to(device)
+    tokens = torch.arange(count * rows.tokens, device=device).view(count, rows.tokens)[:, -rows.block :]
+    found = []
+    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1].layers)):
+        buffers = machine.buffers(count, rows)
+        machine.run(given, texts, rows, buffers)  # type: ignore[arg-type]
+        first = machine.predict(tokens, buffers)  # type: ignore[arg-type]
+        found.append((machine.hidden(buffers).view(count, rows.tokens, -1), first))  # type: ignore[arg-type]
+    real = torch.ones(count, rows.tokens, dtype=torch.bool, device=device)
+    real[:, : rows.commit] = (texts.pending > 0)[:, None]
+    (plain, wanted), (fast, got) = found
+    stored_error = max(
+        ((part - other).float().norm() / part.float().norm()).item()
+        for layer, twin in zip(storage[0].layers, storage[1].layers, strict=True)
+        for part, other in zip((p[:-1] for p in layer), (o[:-1] for o in twin), strict=True)
+    )
+    return {
+        "hidden": ((fast - plain)[real].float().norm() / plain[real].float().norm()).item(),
+        "stored": stored_error,
+        "choices": (got.ids == wanted.ids).float().mean().item(),
+        "seconds": (got.second_ids == wanted.second_ids).float().mean().item(),
+        "prob": (got.prob - wanted.prob).abs().max().item(),
+        "second_prob": (got.second_prob - wanted.second_prob).abs().max().item(),
+    }
+
+
+PROGRAM = """
+import sys, json, torch
+sys.path.insert(0, "tests")
+from test_packed import CASES, compare
+print(json.dumps([compare(case, "cpu", torch.float32) for case in range(len(CASES))]))
+"""
+
+
+def test_in_the_interpreter() -> None:
+    """In fp32 on a CPU, where Triton is installed: equal but for the order of sums."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    import json
+
+    for found in json.loads(done.stdout.splitlines()[-1]):
+        assert found["choices"] == found["seconds"] == 1
+        assert all(found[key] < 1e-5 for key in ("hidden", "stored", "prob", "second_prob")), found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_on_a_gpu(case: int) -> None:
+    """In bf16: what its 8 bits leave."""
+    found = compare(case, "cuda", torch.bfloat16)
+    assert found["hidden"] < 2e-2 and found["stored"] < 1e-2 and found["prob"] < 0.05, found
+    assert found["choices"] >= 0.8, found
