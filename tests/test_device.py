@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ class PlainMachine:
 def test_every_request_is_what_generate_makes_of_it_alone(name: str) -> None:
     """Fourteen requests with settings of their own through five places: they enter, leave, are filled up to eight."""
     model = loaded(name)
-    config = EngineConfig(max_batch=5, page_size=8, pages=60, prefill=24)
+    config = EngineConfig(max_batch=5, page_size=8, pages=60, prefill=24, on_device=True)
     asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(14, seed=2))]
     engine = Engine(model, config, PlainMachine)
     outputs = engine.run(asked)
@@ -76,7 +77,7 @@ def test_every_request_is_what_generate_makes_of_it_alone(name: str) -> None:
 
 def test_requests_by_chance_go_the_plain_way_beside() -> None:
     model = loaded("best-of-n")
-    engine = Engine(model, SMALL, PlainMachine)
+    engine = Engine(model, replace(SMALL, on_device=True), PlainMachine)
     asked = [Request(prompt=p, **settings_of(n)) for n, p in enumerate(prompts(12))]
     outputs = engine.run(asked)
     assert {kind for kind in engine.batches} == {("best-of-n", True), ("best-of-n", False)}
@@ -89,7 +90,7 @@ def test_watched_passes_are_the_same(name: str) -> None:
     """Somebody looks at every third step: those passes are made the plain way, and nothing else changes."""
     model = loaded(name)
     asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(4, seed=3))]
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60, on_device=True), PlainMachine)
     numbers, seen, steps = [engine.submit(request) for request in asked], list[Pass](), 0
     while engine.busy:
         engine.step(seen.append if steps % 3 == 1 else None)
@@ -102,7 +103,7 @@ def test_watched_passes_are_the_same(name: str) -> None:
 
 def test_cancelling_disturbs_nobody() -> None:
     model = loaded()
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60, on_device=True), PlainMachine)
     asked = [Request(prompt=p, max_new_tokens=20, threshold=0.5) for p in prompts(4, seed=9)]
     numbers = [engine.submit(request) for request in asked]
     for _ in range(3):
@@ -121,15 +122,15 @@ def test_damaged_weights_end_the_request_with_an_error() -> None:
     model = loaded()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    engine = Engine(model, SMALL, PlainMachine)
+    engine = Engine(model, replace(SMALL, on_device=True), PlainMachine)
     engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=8))
     events = engine.step()
     assert [event.finish for event in events] == ["error"] and not engine.busy
 
 
-def test_it_can_be_switched_off() -> None:
+def test_it_is_only_done_where_asked_for() -> None:
     model = loaded()
-    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20, on_device=False), PlainMachine)
+    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20), PlainMachine)
     engine.run([Request(prompt=[1, 2], max_new_tokens=4)])
     assert not any(isinstance(batch, DeviceBatch) for batch in engine.batches.values())
 
@@ -157,7 +158,7 @@ def test_sixty_four_mixed_requests_on_a_gpu(name: str) -> None:
     """Kernels in bf16 round otherwise than the reference loop: nearly all texts are the same; no page is lost."""
     model = gpu_model(name)
     asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(64, seed=4))]
-    engine = Engine(model, EngineConfig(max_batch=24, page_size=16, pages=300))
+    engine = Engine(model, EngineConfig(max_batch=24, page_size=16, pages=300, on_device=True))
     outputs = engine.run(asked)
     assert {type(batch) for batch in engine.batches.values()} == {DeviceBatch}
     wanted = generate(model.model, METHODS[name], model.method, asked, stop_ids=[EOS])  # type: ignore[index]

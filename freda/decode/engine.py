@@ -37,7 +37,7 @@ class EngineConfig:
     pages: int = 0  # 0: enough for max_batch requests of the model's longest text, at most 65,536 tokens
     queue: int = 1024  # requests that may wait
     prefill: int = 2048  # tokens of prompts in one forward
-    on_device: bool = True  # keep passes on the GPU, in CUDA graphs, where model and request allow it
+    on_device: bool = False  # keep passes on the GPU, in CUDA graphs, where model and request allow it
 
 
 class Event(NamedTuple):
@@ -159,6 +159,7 @@ class Engine:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def admit(self) -> None:
         """Move waiting requests in, as long as the first of them fits, and bring their prompts into the cache.
 
