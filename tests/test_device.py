@@ -55,6 +55,13 @@ class PlainMachine:
         cache.write(out.new, text, real)
         buffers["hidden"] = out.hidden.flatten(0, 1)
 
+    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        tokens = clean_tokens(torch.zeros_like(place), place, block_size)
+        out = self.model(self.model.embed_tokens(ids), place, make_mask(tokens, tokens, "sdpa"))
+        cache = PagedCache(self.pages, table.tolist(), [0] * len(ids))
+        cache.write(out.new, place, torch.ones_like(place, dtype=torch.bool))
+
     def hidden(self, buffers: dict[str, Tensor]) -> Tensor:
         return buffers["hidden"]
 

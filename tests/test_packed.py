@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -91,10 +92,32 @@ def compare(case: int, device: str, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+def compare_prefill(device: str, dtype: torch.dtype, **shape: Any) -> float:
+    """The largest relative error of a layer's pages after whole prompts, two of them, of 44 tokens."""
+    from freda.decode.packed import PackedModel
+
+    model = filled_model(device, dtype, **shape)
+    generator = torch.Generator().manual_seed(1)
+    storage = [Pages(model, 8, PAGE) for _ in range(2)]
+    table = torch.randperm(8, generator=generator).view(2, 4).to(device, torch.int32)
+    ids = torch.randint(0, model.blank_id, (2, 44), generator=generator).to(device)
+    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1].layers)):
+        with torch.no_grad():
+            machine.prefill(ids, table, 4)
+    pairs = [
+        pair for layers in zip(*(pages.layers for pages in storage), strict=True) for pair in zip(*layers, strict=True)
+    ]
+    return max(((one - two).float().norm() / one.float().norm()).item() for one, two in pairs)
+
+
+SHAPES = [{}, {"heads": 4, "kv_heads": 2, "head_dim": 128}, {"qk_norm": False, "qkv_bias": True}]
+
 PROGRAM = """
 import sys, json, torch
 sys.path.insert(0, "tests")
-from test_packed import CASES, compare
+from test_packed import CASES, SHAPES, compare, compare_prefill
+for shape in SHAPES:
+    assert compare_prefill("cpu", torch.float32, **shape) < 1e-5
 print(json.dumps([compare(case, "cpu", torch.float32) for case in range(len(CASES))]))
 """
 
@@ -105,8 +128,6 @@ def test_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    import json
-
     for found in json.loads(done.stdout.splitlines()[-1]):
         assert found["choices"] == found["seconds"] == 1
         assert all(found[key] < 1e-5 for key in ("hidden", "stored", "prob", "second_prob")), found
@@ -120,3 +141,10 @@ def test_on_a_gpu(case: int) -> None:
     found = compare(case, "cuda", torch.bfloat16)
     assert found["hidden"] < 2e-2 and found["stored"] < 1e-2 and found["prob"] < 0.05, found
     assert found["choices"] >= 0.8, found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompts_on_a_gpu(shape: dict[str, Any]) -> None:
+    assert compare_prefill("cuda", torch.bfloat16, **shape) < 2e-2

@@ -11,7 +11,7 @@ It does what `Batch` does, which is its plain twin, where nobody draws by chance
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,6 +38,9 @@ class Machine(Protocol):
 
     def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Any) -> None:
         """All layers over tokens `given` as (ids, α), each (R · rows,); what is committed goes into the pages."""
+
+    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
+        """Keys and values of whole prompts (R, L), from their first token on, into the pages that `table` names."""
 
     def hidden(self, buffers: Any) -> Tensor:
         """What the forward left, (R · rows, D)."""
@@ -74,6 +77,26 @@ def stays_on_device(model: Transformer, config: MethodConfig, request: DecodeCon
     own_layer = isinstance(model.scorer, Scorer) and model.scorer.last_layer is not None
     by_chance = request.temperature > 0 or request.candidates == "sampled"
     return not (by_chance or own_layer or config.rescale)
+
+
+def prefill(machine: Machine, cache: PagedCache, texts: Sequence[Text], size: int, last: int, most: int) -> None:
+    """Bring the prompts of `texts` of which nothing is stored into the cache, but for their `last` tokens, about `most`
+    tokens in a forward; longer ones by themselves. Texts of like length go together."""
+    spare, device = cache.pages.spare, cache.lengths.device
+    new = [row for row, text in enumerate(texts) if text.stored == 0 and len(text.clean) > last]
+    new.sort(key=lambda row: len(texts[row].clean))
+    while new:
+        width = len(texts[new[-1]].clean) - last  # the longest that is left, and as many others as fit
+        count = max(1, min(len(new), most // width))
+        group, new = new[-count:], new[:-count]
+        pages = cache.pages.needed(width)
+        ids = [texts[row].clean[:width] + [0] * (width - len(texts[row].clean)) for row in group]
+        tables = [(cache.tables[row] + [spare] * pages)[:pages] for row in group]
+        places = torch.tensor(tables, dtype=torch.int32, device=device)
+        machine.prefill(torch.tensor(ids, dtype=torch.int64, device=device), places, size)
+        for row in group:
+            texts[row].stored = len(texts[row].clean) - last
+    cache.lengths = torch.tensor([text.stored for text in texts], dtype=torch.int64, device=device)
 
 
 def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> tuple[State, Tensor]:

@@ -17,11 +17,12 @@ import torch
 
 from freda.config import MethodName
 from freda.decode.batch import Batch, Output, Request, Text, Watch, check_requests
-from freda.decode.device import DeviceBatch, Machine, Program, stays_on_device
+from freda.decode.device import DeviceBatch, Machine, Program, prefill, stays_on_device
 from freda.decode.pages import PagedCache, Pages
 from freda.errors import require
 from freda.methods import METHODS
 from freda.methods.method import block_size
+from freda.model.staircase import MOST_BLOCK
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
 
@@ -85,7 +86,8 @@ class Engine:
         self.running: dict[int, _Running] = {}
         self.batches: dict[tuple[MethodName, bool], Batch] = {}  # by method, and whether passes stay on the device
         made = machine or _packed_model
-        self._machine = made(self.model, self.pages) if config.on_device else None
+        whole = size <= MOST_BLOCK and size & (size - 1) == 0  # blocks that the kernels are made for
+        self._machine = made(self.model, self.pages) if config.on_device and whole else None
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._table_pages = min(self.pages.count, self.pages.needed(longest))
         self.outputs: dict[int, Output] = {}
@@ -189,7 +191,10 @@ class Engine:
         cache = PagedCache(self.pages, [one.table for one in admitted], [one.text.stored for one in admitted])
         texts, stops = [one.text for one in admitted], self.loaded.tokenizer.stop_ids
         batch = Batch(self.model, METHODS[kind[0]], self.loaded.method, texts, stops, cache)
-        batch.prefill(self.config.prefill)
+        if kind[1] and self._machine is not None:
+            last = 0 if METHODS[kind[0]].DRAFTS else 1
+            prefill(self._machine, cache, texts, admitted[0].size, last, self.config.prefill)
+        batch.prefill(self.config.prefill)  # what begins like another text, or everything
         for one in admitted:
             self.pages.learn(one.table, one.text.clean[: one.text.stored], one.size)
         if kind in self.batches and self.batches[kind].texts:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from freda.methods.draft import Prediction, likeliest
 from freda.model.cache import Rows, Texts
 from freda.model.kernels import pages, pick, rowwise, skinny
-from freda.model.kernels.pages import Heads
+from freda.model.kernels.rowwise import Heads
 from freda.model.kernels.skinny import Stream
+from freda.model.staircase import attend_rows
 from freda.model.transformer import KeysValues, Layer, RMSNorm, Transformer
 
 
@@ -142,6 +143,25 @@ class PackedModel:
             rowwise.add_norm(x, buffers.attended @ layer.out.T, layer.norms[1], eps, normed)
             rowwise.gate(normed @ layer.gate_up.T, buffers.inner)
             rowwise.add_norm(x, buffers.inner @ layer.down.T, norm, eps, normed)
+
+    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
+        """Keys and values of whole prompts `ids` (R, L), from their first token on, into the pages that `table` names
+        (R, pages). L is whole blocks; padding is written too, to where nobody reads before it is written again."""
+        model, (rows, length) = self.model, ids.shape
+        heads, eps = self.layers[0].heads, model.config.norm_eps
+        x = model.embed_tokens(ids.flatten()).detach()
+        normed, inner = torch.empty_like(x), x.new_empty(len(x), len(self.layers[0].gate_up) // 2)
+        q, k, v = (x.new_empty(rows, length, count, heads.width) for count in (heads.heads, *(heads.kv_heads,) * 2))
+        rowwise.add_norm(x, None, self.layers[0].norms[0], eps, normed)
+        for number, (layer, stored, norm) in enumerate(zip(self.layers, self.cache, self._following(), strict=True)):
+            rowwise.spread(normed @ layer.qkv.T, layer.heads, model.inv_freq, (q, k, v), stored, table)
+            if number == len(self.layers) - 1:
+                return  # nobody asks for what comes after the last keys and values
+            seen = attend_rows(q.transpose(1, 2), (k.transpose(1, 2), v.transpose(1, 2)), None, block_size)
+            attended = seen.transpose(1, 2).reshape(rows * length, -1)
+            rowwise.add_norm(x, attended @ layer.out.T, layer.norms[1], eps, normed)
+            rowwise.gate(normed @ layer.gate_up.T, inner)
+            rowwise.add_norm(x, inner @ layer.down.T, norm, eps, normed)
 
     def _following(self) -> list[Tensor]:
         """The norm after each layer."""

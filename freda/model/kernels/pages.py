@@ -18,20 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from freda.model.cache import Rows, Texts
+from freda.model.kernels.rowwise import Heads
 
 CHUNK = 128  # keys looked at together
-
-
-class Heads(NamedTuple):
-    """What the attention of a layer is made of."""
-
-    heads: int
-    kv_heads: int
-    width: int
-    eps: float
-    q_norm: Tensor | None  # (width,)
-    k_norm: Tensor | None
-    bias: Tensor | None  # ((heads + 2 kv_heads) · width,)
 
 
 class Scratch(NamedTuple):
