@@ -30,6 +30,7 @@ CASES = [
     ({"qk_norm": False, "qkv_bias": True}, Rows(0, 4, 1), [64, 4], [0, 0]),
     ({}, Rows(1, 1, 0), [63, 5, 130], [1, 1, 1]),  # autoregressive
     ({"heads": 8, "kv_heads": 1, "head_dim": 128}, Rows(8, 8, 2), [136], [8]),
+    ({}, Rows(4, 4, 1), [244], [4]),  # sixteen chunks of 16 tokens for fifteen parts: of two each, the rest is empty
     ({"heads": 4, "kv_heads": 2}, Rows(4, 4, 1), list(range(0, 200, 20)), [4] * 10),  # many tokens
 ]
 
@@ -50,7 +51,9 @@ def filled_model(device: str, dtype: torch.dtype, **shape: Any) -> Transformer:
 def compare(case: int, device: str, dtype: torch.dtype) -> dict[str, float]:
     """How far the kernels are from the Transformer: relative errors, and the share of equal choices."""
     from freda.decode.packed import PackedModel, fits
+    from freda.model.kernels import pages
 
+    pages.CHUNK = 16 if case % 2 else 128
     shape, rows, stored, pending = CASES[case]
     model = filled_model(device, dtype, **shape)
     assert fits(model)
@@ -104,9 +107,8 @@ def compare_prefill(device: str, dtype: torch.dtype, **shape: Any) -> float:
     for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1].layers)):
         with torch.no_grad():
             machine.prefill(ids, table, 4)
-    pairs = [
-        pair for layers in zip(*(pages.layers for pages in storage), strict=True) for pair in zip(*layers, strict=True)
-    ]
+    both = zip(*(pages.layers for pages in storage), strict=True)
+    pairs = [pair for layers in both for pair in zip(*layers, strict=True)]
     return max(((one - two).float().norm() / one.float().norm()).item() for one, two in pairs)
 
 

@@ -157,24 +157,31 @@ def _merged(PART, LSE, group, active, BM: tl.constexpr, C: tl.constexpr):  # typ
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
-    tokens, table_step, eps,
+def _share(stored, SPLITS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Chunks of a text that each of its parts has, and how many parts that makes, none of them empty."""
+    chunks = tl.cdiv(stored, CHUNK)
+    per = tl.maximum(tl.cdiv(chunks, SPLITS), 1)
+    return per, tl.cdiv(chunks, per)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def part_of_attention(  # type: ignore[no-untyped-def]
+    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, PART, LSE,
+    request, kv, split, tokens, table_step, eps,
     COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
     HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    request, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
+    """Attention of a request's new tokens over one part of its text, or, part 0, over each other; into PART and LSE."""
+    KIND: tl.constexpr = KEYS.dtype.element_ty
+    C: tl.constexpr = 2 * HALF
+    WIDTH: tl.constexpr = (GROUP + 2) * KV * C
     stored = tl.load(STORED + request)
-    active = min(SPLITS, tl.cdiv(stored, CHUNK))  # parts of the text; part 0 are the new tokens
+    per, active = _share(stored, SPLITS, CHUNK)
     if split <= active:
-        KIND: tl.constexpr = KEYS.dtype.element_ty
-        C: tl.constexpr = 2 * HALF
-        WIDTH: tl.constexpr = (GROUP + 2) * KV * C
         i, c, whole, j = tl.arange(0, BM), tl.arange(0, HALF), tl.arange(0, C), tl.arange(0, CHUNK)
-        per = tl.cdiv(tl.cdiv(stored, CHUNK), tl.maximum(active, 1)) * CHUNK
-        begin = tl.where(split == 0, 0, (split - 1) * per)
-        end = tl.where(split == 0, 0, tl.minimum(stored, begin + per))
+        begin = tl.where(split == 0, 0, (split - 1) * per * CHUNK)
+        end = tl.where(split == 0, 0, tl.minimum(stored, begin + per * CHUNK))
         known = begin + j < end  # the first chunk is asked for before anything else
         page = tl.load(TABLE + request * table_step + (begin + j) // PAGE, mask=known, other=0).to(tl.int64)
         base = ((page * KV + kv) * PAGE + (begin + j) % PAGE)[:, None] * C
@@ -188,9 +195,7 @@ def _attend(  # type: ignore[no-untyped-def]
         column = ((kv * GROUP + member) * C)[:, None] + c[None, :]
         first = _half(A, BIASES, place, column, real[:, None], parts_step, PARTS, BIAS)
         second = _half(A, BIASES, place, column + HALF, real[:, None], parts_step, PARTS, BIAS)
-        t = tl.arange(
-            0, BT
-        )  # the new tokens' keys and values, where they are this program's: asked for now, used at the end
+        t = tl.arange(0, BT)  # new keys and values, of part 0 only: asked for now, used at the end
         mine = t < tl.where(split == 0, S, 0)
         spot, field = (request * S + t)[:, None] * WIDTH, ((GROUP * KV + kv) * C) + c[None, :]
         one = _half(A, BIASES, spot, field, mine[:, None], parts_step, PARTS, BIAS)
@@ -238,16 +243,34 @@ def _attend(  # type: ignore[no-untyped-def]
                 tl.store(KEYS + shelf + c[None, :], n1, mask=kept[:, None])
                 tl.store(KEYS + shelf + HALF + c[None, :], n2, mask=kept[:, None])
                 tl.store(VALUES + shelf + whole[None, :], nv, mask=kept[:, None])
-        slot = (tl.program_id(0) * (SPLITS + 1) + split) * BM + i
+        slot = ((request * KV + kv) * (SPLITS + 1) + split) * BM + i
         tl.store(PART + slot[:, None] * C + whole[None, :], mixed / total[:, None])
         tl.store(LSE + slot, highest + tl.log2(total))
+    return active
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
+    tokens, table_step, eps,
+    COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
+    BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 2 * HALF
+    group, split = tl.program_id(0), tl.program_id(1)
+    request, kv = group // KV, group % KV
+    active = part_of_attention(
+        A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, PART, LSE,
+        request, kv, split, tokens, table_step, eps,
+        COMMIT, BLOCK, S, GROUP, KV, HALF, PARTS, SPLITS, PAGE, BM, BT, CHUNK, NORM, BIAS,
+    )  # fmt: skip
+    if split <= active:
         tl.debug_barrier()
-        if tl.atomic_add(COUNTS + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == active:
-            mixed, total = _merged(PART, LSE, tl.program_id(0) * (SPLITS + 1), active, BM, C)
-            tl.atomic_xchg(COUNTS + tl.program_id(0), 0)
-            out = (
-                (request * S + token)[:, None] * (GROUP * KV * C)
-                + ((kv * GROUP + member) * C)[:, None]
-                + whole[None, :]
-            )
-            tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
+        if tl.atomic_add(COUNTS + group, 1, sem="acq_rel", scope="gpu") == active:
+            mixed, total = _merged(PART, LSE, group * (SPLITS + 1), active, BM, C)
+            tl.atomic_xchg(COUNTS + group, 0)
+            i, whole = tl.arange(0, BM), tl.arange(0, C)
+            token, head = i // GROUP, kv * GROUP + i % GROUP
+            out = ((request * S + token) * GROUP * KV + head)[:, None] * C + whole[None, :]
+            tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=(token < S)[:, None])
