@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def filled_model(device: str, dtype: torch.dtype, **shape: Any) -> Transformer:
     return model
 
 
-def compare(case: int, device: str, dtype: torch.dtype) -> dict[str, float]:
+def compare(case: int, device: str, dtype: torch.dtype, *, one_launch: bool = False) -> dict[str, float]:
     """How far the kernels are from the Transformer: relative errors, and the share of equal choices."""
     from freda.decode.packed import PackedModel, fits
     from freda.model.kernels import pages
@@ -72,7 +73,7 @@ def compare(case: int, device: str, dtype: torch.dtype) -> dict[str, float]:
     given = ids.flatten().to(device), alpha.flatten().to(device)
     tokens = torch.arange(count * rows.tokens, device=device).view(count, rows.tokens)[:, -rows.block :]
     found = []
-    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1].layers)):
+    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1], one_launch=one_launch)):
         buffers = machine.buffers(count, rows)
         machine.run(given, texts, rows, buffers)  # type: ignore[arg-type]
         first = machine.predict(tokens, buffers)  # type: ignore[arg-type]
@@ -104,7 +105,7 @@ def compare_prefill(device: str, dtype: torch.dtype, **shape: Any) -> float:
     storage = [Pages(model, 8, PAGE) for _ in range(2)]
     table = torch.randperm(8, generator=generator).view(2, 4).to(device, torch.int32)
     ids = torch.randint(0, model.blank_id, (2, 44), generator=generator).to(device)
-    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1].layers)):
+    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1])):
         with torch.no_grad():
             machine.prefill(ids, table, 4)
     both = zip(*(pages.layers for pages in storage), strict=True)
@@ -120,7 +121,8 @@ sys.path.insert(0, "tests")
 from test_packed import CASES, SHAPES, compare, compare_prefill
 for shape in SHAPES:
     assert compare_prefill("cpu", torch.float32, **shape) < 1e-5
-print(json.dumps([compare(case, "cpu", torch.float32) for case in range(len(CASES))]))
+cases = [(case, one_launch) for case in range(len(CASES)) for one_launch in (False, True)]
+print(json.dumps([compare(case, "cpu", torch.float32, one_launch=one_launch) for case, one_launch in cases]))
 """
 
 
@@ -135,12 +137,22 @@ def test_in_the_interpreter() -> None:
         assert all(found[key] < 1e-5 for key in ("hidden", "stored", "prob", "second_prob")), found
 
 
+def test_products_shared_out_among_programs() -> None:
+    """In the interpreter, where programs run one after the other and cannot wait for each other: products alone."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    program = [sys.executable, str(Path(__file__).with_name("product_apart.py"))]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "equal", done.stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("one_launch", [False, True])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_on_a_gpu(case: int) -> None:
+def test_on_a_gpu(case: int, one_launch: bool) -> None:
     """In bf16: what its 8 bits leave."""
-    found = compare(case, "cuda", torch.bfloat16)
+    found = compare(case, "cuda", torch.bfloat16, one_launch=one_launch)
     assert found["hidden"] < 2e-2 and found["stored"] < 1e-2 and found["prob"] < 0.05, found
     assert found["choices"] >= 0.8, found
 

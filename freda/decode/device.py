@@ -201,7 +201,7 @@ class DeviceBatch(Batch):
     def _load(self) -> Program:
         """The state of all texts, filled up to the next size that there are graphs for."""
         wants = wants_of(self.method, [text.request for text in self.texts])
-        size = next(bucket for bucket in BUCKETS if bucket >= len(self.texts))
+        size = next((bucket for bucket in BUCKETS if bucket >= len(self.texts)), -(-len(self.texts) // 64) * 64)
         state = self._state(size)
         key = (self.method.__name__, size, wants)  # type: ignore[attr-defined]
         if key not in self._programs:

@@ -259,4 +259,4 @@ def _packed_model(model: Transformer, pages: Pages) -> Machine | None:
         return None
     from freda.decode import packed
 
-    return packed.PackedModel(model, pages.layers) if packed.fits(model) else None
+    return packed.PackedModel(model, pages) if packed.fits(model) else None

@@ -7,19 +7,23 @@ weights: nothing is held twice. Up to 64 tokens go through the products of `kern
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from freda.config import ModelConfig
+from freda.decode.pages import Pages
 from freda.methods.draft import Prediction, likeliest
 from freda.model.cache import Rows, Texts
-from freda.model.kernels import pages, pick, rowwise, skinny
+from freda.model.kernels import pages, pick, rowwise, skinny, whole
 from freda.model.kernels.rowwise import Heads
 from freda.model.kernels.skinny import Stream
+from freda.model.kernels.whole import Stacked
 from freda.model.staircase import attend_rows
-from freda.model.transformer import KeysValues, Layer, RMSNorm, Transformer
+from freda.model.transformer import Attention, Layer, Transformer
 
 
 class PackedLayer(NamedTuple):
@@ -51,55 +55,72 @@ def fits(model: Transformer) -> bool:
     return config.head_dim in (64, 128) and all(size % 128 == 0 for size in sizes)
 
 
-def pack(model: Transformer) -> list[PackedLayer]:
-    """The layers' weights side by side; the model's parameters are views of them from now on."""
-    return [_pack_layer(layer, model) for layer in model.layers if isinstance(layer, Layer)]
+def pack(model: Transformer) -> tuple[Stacked, list[PackedLayer]]:
+    """All layers' weights in one piece of each kind, and as layers; the model's parameters are views of them from now
+    on."""
+    layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+    attentions, mlps = [layer.self_attn for layer in layers], [layer.mlp for layer in layers]
+    stacked = Stacked(
+        qkv=_joined([[part.q_proj, part.k_proj, part.v_proj] for part in attentions]),
+        out=_joined([[part.o_proj] for part in attentions]),
+        gate_up=_joined([[part.gate_proj, part.up_proj] for part in mlps]),
+        down=_joined([[part.down_proj] for part in mlps]),
+        input_norms=_stack([*(layer.input_layernorm.weight for layer in layers), model.norm.weight]),
+        post_norms=_stack([layer.post_attention_layernorm.weight for layer in layers]),
+        q_norms=_stack([part.q_norm.weight for part in attentions]) if model.config.qk_norm else None,  # type: ignore[misc]
+        k_norms=_stack([part.k_norm.weight for part in attentions]) if model.config.qk_norm else None,  # type: ignore[misc]
+        biases=_stack([_bias(part) for part in attentions]) if model.config.qkv_bias else None,
+    )
+    return stacked, [_layer(stacked, number, model.config) for number in range(len(layers))]
 
 
-def _pack_layer(layer: Layer, model: Transformer) -> PackedLayer:
-    config, attention, mlp = model.config, layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    biases = [part.bias for part in projections if part.bias is not None]
-    q_norm, k_norm = (
-        norm.weight.detach() if isinstance(norm, RMSNorm) else None for norm in (attention.q_norm, attention.k_norm)
-    )
-    heads = Heads(
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.norm_eps,
-        q_norm,
-        k_norm,
-        torch.cat([bias.detach() for bias in biases]) if biases else None,
-    )
-    norms = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
+def _layer(stacked: Stacked, number: int, config: ModelConfig) -> PackedLayer:
+    q_norm, k_norm, bias = (None if part is None else part[number] for part in stacked[6:])
+    heads = Heads(config.heads, config.kv_heads, config.head_dim, config.norm_eps, q_norm, k_norm, bias)
+    norms = stacked.input_norms[number], stacked.post_norms[number]
     return PackedLayer(
-        _joined(projections),
-        attention.o_proj.weight.detach(),
-        _joined((mlp.gate_proj, mlp.up_proj)),
-        mlp.down_proj.weight.detach(),
-        norms,
-        heads,
+        stacked.qkv[number], stacked.out[number], stacked.gate_up[number], stacked.down[number], norms, heads
     )
 
 
-def _joined(parts: Sequence[nn.Linear]) -> Tensor:
-    whole = torch.cat([part.weight.detach() for part in parts])
-    begin = 0
-    for part in parts:
-        part.weight = nn.Parameter(whole[begin : begin + part.out_features], requires_grad=part.weight.requires_grad)
-        begin += part.out_features
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack([part.detach() for part in parts])
+
+
+def _bias(attention: Attention) -> Tensor:
+    return torch.cat([part.bias.detach() for part in (attention.q_proj, attention.k_proj, attention.v_proj)])
+
+
+def _joined(layers: Sequence[Sequence[nn.Linear]]) -> Tensor:
+    """The weights of every layer's parts below each other, (L, ·, ·); layer by layer, so that none is there twice."""
+    first = layers[0]
+    rows = [0, *itertools.accumulate(part.out_features for part in first)]
+    whole = first[0].weight.new_empty(len(layers), rows[-1], first[0].in_features, requires_grad=False)
+    for number, parts in enumerate(layers):
+        for part, (begin, end) in zip(parts, itertools.pairwise(rows), strict=True):
+            whole[number, begin:end] = part.weight.detach()
+            part.weight = nn.Parameter(whole[number, begin:end], requires_grad=part.weight.requires_grad)
     return whole
 
 
 class PackedModel:
     """A Transformer over the pages of an engine, for the forwards of decoding."""
 
-    def __init__(self, model: Transformer, cache: Sequence[KeysValues]) -> None:
-        self.model, self.cache, self.layers = model, cache, pack(model)
+    def __init__(self, model: Transformer, pages: Pages, *, one_launch: bool = False) -> None:
+        self.model, self.pages, self.cache = model, pages, pages.layers
+        self.stacked, self.layers = pack(model)
+        self.one_launch = one_launch  # all layers in one kernel, where there are few tokens
 
-    def buffers(self, requests: int, rows: Rows) -> Buffers:
+    def _shape(self, requests: int) -> whole.Shape:
+        config, device = self.model.config, self.stacked.out.device
+        programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        splits = pages.splits_for(requests, config.kv_heads)
+        return whole.Shape(config.heads, config.kv_heads, config.head_dim, config.norm_eps, splits, programs)
+
+    def buffers(self, requests: int, rows: Rows) -> Buffers | whole.Memory:
         """Memory for a forward over the new tokens of so many requests."""
+        if self.one_launch and requests * rows.tokens <= whole.MOST_TOKENS:
+            return whole.new_memory(self.stacked, requests, rows, self._shape(requests))
         layer = self.layers[0]
         tokens, width, heads = requests * rows.tokens, layer.out.shape[0], layer.heads
         few, kind, exact = tokens <= skinny.MOST_ROWS, layer.out.dtype, torch.float32
@@ -116,10 +137,15 @@ class PackedModel:
             attention=pages.new_scratch(requests, heads, rows, layer.out.device),
         )
 
-    def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Buffers) -> None:
+    def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Buffers | whole.Memory) -> None:
         """All layers over tokens `given` as (ids, α), each (M,); what is committed goes into the pages."""
         model, stream = self.model, buffers.stream
         skinny.embed(*given, model.embed_tokens.weight.detach(), model.blank_id, self.layers[0].norms[0], stream)
+        if isinstance(buffers, whole.Memory):
+            pages.rotary(texts, rows, model.inv_freq, buffers.rotary)
+            shape = self._shape(len(texts.stored))
+            whole.run(self.stacked, self.pages.storage, texts, rows, shape, buffers)
+            return
         pages.rotary(texts, rows, model.inv_freq, buffers.attention.rotary)
         run = self._run_few if len(given[0]) <= skinny.MOST_ROWS else self._run_many
         run(texts, rows, buffers)
@@ -167,7 +193,7 @@ class PackedModel:
         """The norm after each layer."""
         return [layer.norms[0] for layer in self.layers[1:]] + [self.model.norm.weight.detach()]
 
-    def hidden(self, buffers: Buffers) -> Tensor:
+    def hidden(self, buffers: Buffers | whole.Memory) -> Tensor:
         """What a forward left, after the final norm: (M, D)."""
         x, scaled, squares = buffers.stream
         if len(x) > skinny.MOST_ROWS:
@@ -175,7 +201,7 @@ class PackedModel:
         scale = torch.rsqrt(squares.sum(0) / x.shape[1] + self.model.config.norm_eps)
         return (scaled.float() * scale[:, None]).to(scaled.dtype)
 
-    def predict(self, tokens: Tensor, buffers: Buffers) -> Prediction:
+    def predict(self, tokens: Tensor, buffers: Buffers | whole.Memory) -> Prediction:
         """The likeliest ids of `tokens` (N, B), which number those of the forward, and the runners-up."""
         if tokens.numel() > skinny.MOST_ROWS or len(buffers.stream.x) > skinny.MOST_ROWS:
             hidden = self.hidden(buffers)[tokens.flatten()]

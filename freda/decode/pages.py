@@ -29,7 +29,8 @@ class Pages:
         config, weight = model.config, model.embed_tokens.weight
         # One page more: padding is written there, so that every row writes the same number of tokens.
         shape = (count + 1, config.kv_heads, page_size, config.head_dim)
-        self.layers = [KeysValues(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(config.layers)]
+        self.storage = weight.new_zeros(config.layers, 2, *shape)
+        self.layers = [KeysValues(self.storage[n, 0], self.storage[n, 1]) for n in range(config.layers)]
         self.count, self.page_size, self.spare = count, page_size, count
         self._free = list(range(count))[::-1]
         self._users: dict[int, int] = {}  # page: requests that use it
@@ -134,6 +135,7 @@ class PagedCache:
         self.lengths = self.lengths[rows]
         self._tensors()
 
+    @torch.no_grad()
     def write(self, new: Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
         """Store the first tokens of a forward's keys and values. `position`, `real` (R, W): place, and is it text?"""
         if position.shape[1] == 0:

@@ -250,6 +250,23 @@ def part_of_attention(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def merge_if_last(  # type: ignore[no-untyped-def]
+    PART, LSE, COUNTS, OUT, group, split, active,
+    S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The program that finds all other parts of a request's head there merges them into OUT."""
+    if split <= active:
+        tl.debug_barrier()
+        if tl.atomic_add(COUNTS + group, 1, sem="acq_rel", scope="gpu") == active:
+            mixed, total = _merged(PART, LSE, group * (SPLITS + 1), active, BM, C)
+            tl.atomic_xchg(COUNTS + group, 0)
+            i, whole = tl.arange(0, BM), tl.arange(0, C)
+            token, head = i // GROUP, (group % KV) * GROUP + i % GROUP
+            out = ((group // KV * S + token) * GROUP * KV + head)[:, None] * C + whole[None, :]
+            tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=(token < S)[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
     tokens, table_step, eps,
@@ -257,20 +274,10 @@ def _attend(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = 2 * HALF
     group, split = tl.program_id(0), tl.program_id(1)
-    request, kv = group // KV, group % KV
     active = part_of_attention(
         A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, PART, LSE,
-        request, kv, split, tokens, table_step, eps,
+        group // KV, group % KV, split, tokens, table_step, eps,
         COMMIT, BLOCK, S, GROUP, KV, HALF, PARTS, SPLITS, PAGE, BM, BT, CHUNK, NORM, BIAS,
     )  # fmt: skip
-    if split <= active:
-        tl.debug_barrier()
-        if tl.atomic_add(COUNTS + group, 1, sem="acq_rel", scope="gpu") == active:
-            mixed, total = _merged(PART, LSE, group * (SPLITS + 1), active, BM, C)
-            tl.atomic_xchg(COUNTS + group, 0)
-            i, whole = tl.arange(0, BM), tl.arange(0, C)
-            token, head = i // GROUP, kv * GROUP + i % GROUP
-            out = ((request * S + token) * GROUP * KV + head)[:, None] * C + whole[None, :]
-            tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=(token < S)[:, None])
+    merge_if_last(PART, LSE, COUNTS, OUT, group, split, active, S, GROUP, KV, 2 * HALF, SPLITS, BM)
