@@ -75,6 +75,7 @@ def bench_decode(
     compare: Annotated[
         bool, typer.Option("--compare", help="Add the autoregressive decoder and the reference loop.")
     ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
     out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
@@ -84,7 +85,7 @@ def bench_decode(
     from freda.bench.decode import table_lines
 
     sizes = {"batches": batch, "contexts": context, "new_tokens": new_tokens, "passes": passes}
-    place = {"device": device, "dtype": dtype}
+    place = {"device": device, "dtype": dtype, "plain": plain}
     found = measure(model, **sizes, **place, method=method, compare=compare, note=note)  # type: ignore[arg-type]
     _report(found, table_lines(found), out)
 

@@ -2,17 +2,18 @@
 
 With one stream, a forward reads every weight once: its share of the copy rate says how near it is to what the memory
 allows. What is compared is the engine's own autoregressive decoder at equal weights, and the reference loop request by
-request. Random weights say nothing, so passes are fixed (threshold above 1) and no text ends early, unless a model
-folder is named.
+request. Prompts are random ids, so passes are fixed (threshold above 1), and no text ends early: all rows make the same
+number of tokens.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +43,15 @@ class Case:
     method: str
 
 
+class Limits(NamedTuple):
+    """What the device can do, measured in the same run."""
+
+    copy: float  # bytes per second, read and written
+    matmul: float  # operations per second
+
+
 class NoText(Tokenizer):
-    """A tokenizer of random models: no token stops a text, and nothing is decoded."""
+    """The tokenizer of what is measured: no token stops a text, and nothing is decoded."""
 
     def __init__(self) -> None:
         pass
@@ -67,19 +75,23 @@ def bench_decode(
     passes: int,
     method: str,
     compare: bool,
+    plain: bool = False,
     device: str,
     dtype: str,
     note: Note = lambda message: None,
 ) -> dict[str, Any]:
-    """Measure all batches × contexts of a shape or a model folder; returns what the table shows."""
+    """Measure all batches × contexts of a shape or a model folder; returns what the table shows.
+
+    The engine has its kernels and graphs where they are made for the model, or is `plain`.
+    """
     place = pick_device(device)
     require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
     loaded = _model(model, place, DTYPES[dtype])
-    copy, matmul = copy_rate(place), matmul_rate(place, DTYPES[dtype])
-    note(f"copy {copy / 1e12:.3f} TB/s, matmul {matmul / 1e12:.1f} TFLOP/s")
+    limits = Limits(copy_rate(place), matmul_rate(place, DTYPES[dtype]))
+    note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
     methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
     cases = [Case(b, c, new_tokens, passes, name) for name in methods for b in batches for c in contexts]
-    rows = [_measured(loaded, case, copy, matmul, note) for case in cases]
+    rows = [_measured(loaded, case, limits, note, plain=plain) for case in cases]
     if compare:
         rows += [_one_by_one(loaded, Case(b, c, new_tokens, passes, method), note) for b in batches for c in contexts]
     return {
@@ -87,15 +99,15 @@ def bench_decode(
         "model": model,
         "dtype": dtype,
         "parameters": sum(weight.numel() for weight in loaded.model.parameters()),
-        "copy_tb": copy / 1e12,
-        "matmul_tflops": matmul / 1e12,
+        "copy_tb": limits.copy / 1e12,
+        "matmul_tflops": limits.matmul / 1e12,
         "rows": rows,
     }
 
 
 def _model(name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     if name not in SHAPES:
-        return load_model(Path(name), device, dtype)
+        return load_model(Path(name), device, dtype)._replace(tokenizer=NoText())
     shape = SHAPES[name]
     with torch.device(device):
         network = Transformer(shape, min(QWEN3_BLANK, shape.vocab_size - 1)).to(dtype)
@@ -117,14 +129,18 @@ def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request
     ]
 
 
-def _measured(loaded: LoadedModel, case: Case, copy: float, matmul: float, note: Note) -> dict[str, Any]:
+def _measured(loaded: LoadedModel, case: Case, limits: Limits, note: Note, *, plain: bool) -> dict[str, Any]:
     """The engine: prefill by itself, then steps until all are done."""
+    _forget(loaded)
     page = 16 if loaded.method.block_size <= 16 else loaded.method.block_size
     pages = case.batch * (-(-(case.context + case.new_tokens + loaded.method.block_size) // page) + 1)
-    engine = Engine(loaded, EngineConfig(max_batch=case.batch, page_size=page, pages=pages))
+    config = EngineConfig(max_batch=case.batch, page_size=page, pages=pages, on_device=not plain)
+    engine = Engine(loaded, config)
     few = replace(case, new_tokens=min(case.new_tokens, 3 * loaded.method.block_size))  # all forms of a forward, once
     engine.run(_requests(loaded, few, seed=0), method=case.method)
-    engine.outputs.clear()
+    on_device = any(kind[1] for kind in engine.batches)
+    if _on_cuda(loaded) and not plain and not on_device:
+        note("no kernels for this model, precision and method (they want bfloat16): the plain engine")
     for request in _requests(loaded, case):
         engine.submit(request, method=case.method)
     begun = _now(loaded)
@@ -137,26 +153,48 @@ def _measured(loaded: LoadedModel, case: Case, copy: float, matmul: float, note:
     ended = _now(loaded)
     tokens = sum(len(output.tokens) for output in engine.outputs.values())
     nfe = sum(output.nfe for output in engine.outputs.values())
-    weights = sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
-    prefill_flops = 2.0 * layer_parameters(loaded.model.config) * case.batch * case.context
     row = {
-        "what": f"engine, {case.method}",
-        **{key: getattr(case, key) for key in ("batch", "context", "new_tokens", "passes")},
-        "forwards_per_s": steps / (ended - prefilled),
-        "weights_share_of_copy": weights * steps / (ended - prefilled) / copy,
-        "tokens_per_s": tokens / (ended - prefilled),
+        "what": f"{'engine with kernels and graphs' if on_device else 'plain engine'}, {case.method}",
+        "on_device": on_device,
+        **_sizes(case),
+        **_of_passes(loaded, steps, tokens, ended - prefilled, limits),
+        **_of_prefill(loaded, case, prefilled - begun, limits),
         "tokens_per_s_with_prefill": tokens / (ended - begun),
         "tpf": tokens / nfe,
-        "prefill_tokens_per_s": case.batch * case.context / (prefilled - begun),
-        "prefill_share_of_matmul": prefill_flops / (prefilled - begun) / matmul,
         "memory_gb": _memory(loaded),
     }
     note(f"{row['what']}, batch {case.batch}, context {case.context}: {row['tokens_per_s']:.1f} tokens/s")
     return row
 
 
+def _sizes(case: Case) -> dict[str, Any]:
+    return {key: getattr(case, key) for key in ("batch", "context", "new_tokens", "passes")}
+
+
+def _of_passes(loaded: LoadedModel, forwards: int, tokens: int, seconds: float, limits: Limits) -> dict[str, float]:
+    """What a row says of the forwards after the prefill."""
+    weights = sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
+    return {
+        "passes_seconds": seconds,
+        "seconds_per_forward": seconds / forwards,
+        "forwards_per_s": forwards / seconds,
+        "weights_share_of_copy": weights * forwards / seconds / limits.copy,
+        "tokens_per_s": tokens / seconds,
+    }
+
+
+def _of_prefill(loaded: LoadedModel, case: Case, seconds: float, limits: Limits) -> dict[str, float]:
+    tokens = case.batch * case.context
+    return {
+        "prefill_seconds": seconds,
+        "prefill_tokens_per_s": tokens / seconds,
+        "prefill_share_of_matmul": 2.0 * layer_parameters(loaded.model.config) * tokens / seconds / limits.matmul,
+    }
+
+
 def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
     """The reference loop with its cache, request by request."""
+    _forget(loaded)
     requests, rule = _requests(loaded, case), METHODS[case.method]  # type: ignore[index]
     begun = _now(loaded)
     made = [
@@ -167,24 +205,49 @@ def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
     tokens, nfe = sum(len(output.tokens) for output in made), sum(output.nfe for output in made)
     row = {
         "what": f"reference loop one by one, {case.method}",
-        **{key: getattr(case, key) for key in ("batch", "context", "new_tokens", "passes")},
+        **_sizes(case),
         "forwards_per_s": nfe / (ended - begun),
         "tokens_per_s_with_prefill": tokens / (ended - begun),
         "tpf": tokens / nfe,
+        "memory_gb": _memory(loaded),
     }
     note(f"{row['what']}, {case.batch} requests: {row['tokens_per_s_with_prefill']:.1f} tokens/s")
     return row
 
 
+def _on_cuda(loaded: LoadedModel) -> bool:
+    return loaded.model.embed_tokens.weight.is_cuda
+
+
 def _now(loaded: LoadedModel) -> float:
-    if loaded.model.embed_tokens.weight.is_cuda:
+    if _on_cuda(loaded):
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
+def _forget(loaded: LoadedModel) -> None:
+    """Free what the row before has left, so that the peak of memory is this row's own."""
+    gc.collect()  # graphs and their programs hold each other
+    if _on_cuda(loaded):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _memory(loaded: LoadedModel) -> float | None:
-    cuda = loaded.model.embed_tokens.weight.is_cuda
-    return torch.cuda.max_memory_allocated() / 1e9 if cuda else None
+    """The peak since `_forget`, weights included."""
+    return torch.cuda.max_memory_allocated() / 1e9 if _on_cuda(loaded) else None
+
+
+COLUMNS = {  # of the table: from which value of a row, times what, and how it is printed
+    "forwards/s": ("forwards_per_s", 1, ",.1f"),
+    "ms per forward": ("seconds_per_forward", 1e3, ",.3f"),
+    "weights over copy rate": ("weights_share_of_copy", 1, ".1%"),
+    "tokens/s": ("tokens_per_s", 1, ",.1f"),
+    "with prefill": ("tokens_per_s_with_prefill", 1, ",.1f"),
+    "tokens per forward": ("tpf", 1, ".2f"),
+    "prefill tokens/s": ("prefill_tokens_per_s", 1, ",.1f"),
+    "peak GB": ("memory_gb", 1, ".2f"),
+}
 
 
 def table_lines(found: dict[str, Any]) -> list[str]:
@@ -193,25 +256,14 @@ def table_lines(found: dict[str, Any]) -> list[str]:
         f"{found['model']}, {found['parameters'] / 1e9:.3f} B parameters, {found['dtype']}, {found['device']}: "
         f"copy {found['copy_tb']:.3f} TB/s, matmul {found['matmul_tflops']:.1f} TFLOP/s",
         "",
-        "| what | batch | context | forwards/s | weights over copy rate | tokens/s | with prefill | tokens per forward "
-        "| prefill tokens/s |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| what | batch | context | {' | '.join(COLUMNS)} |",
+        f"|---|---:|---:|{'---:|' * len(COLUMNS)}",
     ]
     for row in found["rows"]:
-        share = row.get("weights_share_of_copy")
-        cells = [
-            row["what"],
-            str(row["batch"]),
-            str(row["context"]),
-            f"{row['forwards_per_s']:.1f}",
-            "–" if share is None else f"{100 * share:.1f}%",
-            *(_number(row.get(key)) for key in ("tokens_per_s", "tokens_per_s_with_prefill")),
-            f"{row['tpf']:.2f}",
-            _number(row.get("prefill_tokens_per_s")),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [_cell(row.get(key), times, form) for key, times, form in COLUMNS.values()]
+        lines.append(f"| {' | '.join([row['what'], str(row['batch']), str(row['context']), *cells])} |")
     return lines
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.1f}"
+def _cell(value: float | None, times: float, form: str) -> str:
+    return "–" if value is None else format(times * value, form)
