@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from conftest import answering_model
 from test_device import PlainMachine
+from test_engine import loaded
 
+from freda.bench import decode
 from freda.cli import run
 from freda.data.tokenizer import Tokenizer
 from freda.decode import engine
+from freda.decode.device import Program
 from freda.model.weights import save_model
 
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
@@ -19,7 +24,10 @@ SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = answering_model(["Tom has 12 apples and buys 7 more.\n"] * 3, 280, seed=1)
+    made = answering_model(["Tom has 12 apples and buys 7 more.\n"] * 3, 280, seed=3)
+    with torch.no_grad():
+        for weight in made.model.layers.parameters():
+            weight.mul_(8 if weight.dim() > 1 else 1)  # so large that its confidence depends on the text
     folder = tmp_path_factory.mktemp("bench") / "model"
     save_model(folder, made.model, made.tokenizer, made.method, stage="test")
     return folder
@@ -79,3 +87,37 @@ def test_no_text_ends_early(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert run(["bench", "decode", str(folder), *SIZES, "--out", str(tmp_path / "bench.json")]) == 0
     [row] = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert row["tokens_per_s"] * row["passes_seconds"] == pytest.approx(3 * 8)
+
+
+def measured(folder: Path, out: Path, *options: str) -> dict[str, Any]:
+    """The rows of a model folder, by what they are."""
+    assert run(["bench", "decode", str(folder), *SIZES, *options, "--out", str(out)]) == 0
+    return {row["what"]: row for row in json.loads(out.read_text())["rows"]}
+
+
+def test_blocks_close_by_confidence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks of 3, 4 and 1 new tokens: 6 forwards with all passes, 3 if every block closes at once."""
+    out = tmp_path / "bench.json"
+    assert measured(folder, out)["plain engine, self-refine"]["tpf"] == pytest.approx(8 / 6)
+    assert "2 passes for every block" in capsys.readouterr().out
+    assert measured(folder, out, "--threshold", "1e-6")["plain engine, self-refine"]["tpf"] == pytest.approx(8 / 3)
+    rows = measured(folder, out, "--threshold", "0.4", "--compare")
+    assert 8 / 6 < rows["plain engine, self-refine"]["tpf"] < 8 / 3
+    assert rows["plain engine, self-refine"]["tpf"] == rows["reference loop one by one, self-refine"]["tpf"]
+    assert rows["plain engine, autoregressive"]["tpf"] == 1.0
+    assert "at most 2 passes for a block, which closes from probability 0.4 on" in capsys.readouterr().out
+    assert run(["bench", "decode", "tiny", *SIZES, "--threshold", "0"]) == 2
+    assert "threshold is 0.0; use a probability above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["self-refine", "best-of-n"])
+def test_no_graph_is_made_while_the_clock_runs(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, warm, build, warm_up = [], [], Program._plain, decode._warm_up
+    monkeypatch.setattr(engine, "_packed_model", PlainMachine)
+    monkeypatch.setattr(Program, "_plain", lambda program, rows: (made.append(rows), build(program, rows))[1])
+    monkeypatch.setattr(decode, "_warm_up", lambda *given: (warm_up(*given), warm.append(len(made))))
+    case = decode.Case(batch=7, context=9, new_tokens=30, passes=3, threshold=0.3, method=method)
+    model = loaded(method)._replace(tokenizer=decode.NoText())
+    row = decode._measured(model, case, decode.Limits(1.0, 1.0), print, plain=False)
+    assert row["on_device"] and 0 < warm[0] == len(made)
+    assert row["tokens_per_s"] / row["forwards_per_s"] < 7 * row["tpf"] * 0.99, "all texts ended together"

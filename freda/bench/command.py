@@ -70,7 +70,10 @@ def bench_decode(
     batch: Annotated[list[int], typer.Option(help="Requests side by side; may be repeated.")] = [1],  # noqa: B006
     context: Annotated[list[int], typer.Option(help="Tokens of a prompt; may be repeated.")] = [512],  # noqa: B006
     new_tokens: Annotated[int, typer.Option(help="Tokens to make for each request.")] = 64,
-    passes: Annotated[int, typer.Option(help="Passes per block; all are made.")] = 2,
+    passes: Annotated[int, typer.Option(help="Most passes per block.")] = 2,
+    threshold: Annotated[
+        float, typer.Option(help="Probability that commits a token, for a trained model; above 1: all passes are made.")
+    ] = 2.0,
     method: Annotated[str, typer.Option(help="How to decode.")] = "self-refine",
     compare: Annotated[
         bool, typer.Option("--compare", help="Add the autoregressive decoder and the reference loop.")
@@ -85,8 +88,8 @@ def bench_decode(
     from freda.bench.decode import table_lines
 
     sizes = {"batches": batch, "contexts": context, "new_tokens": new_tokens, "passes": passes}
-    place = {"device": device, "dtype": dtype, "plain": plain}
-    found = measure(model, **sizes, **place, method=method, compare=compare, note=note)  # type: ignore[arg-type]
+    rule = {"method": method, "threshold": threshold, "plain": plain, "compare": compare}
+    found = measure(model, **sizes, **rule, device=device, dtype=dtype, note=note)  # type: ignore[arg-type]
     _report(found, table_lines(found), out)
 
 

@@ -2,8 +2,8 @@
 
 With one stream, a forward reads every weight once: its share of the copy rate says how near it is to what the memory
 allows. What is compared is the engine's own autoregressive decoder at equal weights, and the reference loop request by
-request. Prompts are random ids, so passes are fixed (threshold above 1), and no text ends early: all rows make the same
-number of tokens.
+request. Prompts are random ids and no text ends early: all rows make the same number of tokens. Every block gets all
+its passes, unless a threshold of at most 1 lets the model close blocks by its confidence.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from freda.config import MethodConfig
 from freda.data.tokenizer import Tokenizer
 from freda.decode.batch import Request
+from freda.decode.device import BUCKETS
 from freda.decode.engine import Engine, EngineConfig
 from freda.decode.generate import generate
 from freda.errors import require
@@ -31,6 +32,8 @@ from freda.model.weights import DTYPES, LoadedModel, load_model
 
 Note = Callable[[str], None]
 
+NEVER = 2.0  # the threshold that no probability reaches
+
 
 @dataclass(frozen=True)
 class Case:
@@ -39,7 +42,8 @@ class Case:
     batch: int
     context: int  # tokens of each prompt
     new_tokens: int
-    passes: int
+    passes: int  # most for a block
+    threshold: float  # above 1: all passes are made
     method: str
 
 
@@ -73,6 +77,7 @@ def bench_decode(
     contexts: Sequence[int],
     new_tokens: int,
     passes: int,
+    threshold: float = NEVER,
     method: str,
     compare: bool,
     plain: bool = False,
@@ -90,14 +95,17 @@ def bench_decode(
     limits = Limits(copy_rate(place), matmul_rate(place, DTYPES[dtype]))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
     methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
-    cases = [Case(b, c, new_tokens, passes, name) for name in methods for b in batches for c in contexts]
+    sizes = [Case(b, c, new_tokens, passes, threshold, method) for b in batches for c in contexts]
+    cases = [replace(case, method=name) for name in methods for case in sizes]
     rows = [_measured(loaded, case, limits, note, plain=plain) for case in cases]
     if compare:
-        rows += [_one_by_one(loaded, Case(b, c, new_tokens, passes, method), note) for b in batches for c in contexts]
+        rows += [_one_by_one(loaded, case, note) for case in sizes]
     return {
         **about(place),
         "model": model,
         "dtype": dtype,
+        "passes": passes,
+        "threshold": threshold,
         "parameters": sum(weight.numel() for weight in loaded.model.parameters()),
         "copy_tb": limits.copy / 1e12,
         "matmul_tflops": limits.matmul / 1e12,
@@ -120,13 +128,29 @@ def _model(name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
 
 
 def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request]:
-    """Different prompts, so that nothing is shared; every block gets all its passes."""
+    """Different prompts, so that nothing is shared."""
     generator = torch.Generator().manual_seed(seed)
     texts = torch.randint(0, loaded.model.blank_id, (case.batch, case.context), generator=generator).tolist()
+    rules: dict[str, Any] = {"passes": case.passes, "threshold": case.threshold}
     return [
-        Request(prompt=text, max_new_tokens=case.new_tokens, passes=case.passes, threshold=2.0, seed=number)
-        for number, text in enumerate(texts)
+        Request(prompt=text, max_new_tokens=case.new_tokens, seed=number, **rules) for number, text in enumerate(texts)
     ]
+
+
+def _warm_up(engine: Engine, case: Case) -> None:
+    """All forms of a forward, once.
+
+    Where blocks close by confidence, texts end one after the other, and some begin a block while others do not: the
+    graphs for fewer requests and for such mixtures are made here and not while the clock runs.
+    """
+    loaded, size = engine.loaded, engine.loaded.method.block_size
+    few = replace(case, new_tokens=min(case.new_tokens, 3 * size), threshold=NEVER)
+    engine.run(_requests(loaded, few, seed=0), method=case.method)
+    if case.threshold <= 1:
+        for count in (*(bucket for bucket in BUCKETS if bucket < case.batch), case.batch):
+            some = _requests(loaded, replace(few, batch=count, context=min(case.context, size)), seed=0)
+            engine.run(some, method=case.method)
+            engine.run([replace(r, passes=1) if r.seed % 2 else r for r in some], method=case.method)
 
 
 def _measured(loaded: LoadedModel, case: Case, limits: Limits, note: Note, *, plain: bool) -> dict[str, Any]:
@@ -136,8 +160,7 @@ def _measured(loaded: LoadedModel, case: Case, limits: Limits, note: Note, *, pl
     pages = case.batch * (-(-(case.context + case.new_tokens + loaded.method.block_size) // page) + 1)
     config = EngineConfig(max_batch=case.batch, page_size=page, pages=pages, on_device=not plain)
     engine = Engine(loaded, config)
-    few = replace(case, new_tokens=min(case.new_tokens, 3 * loaded.method.block_size))  # all forms of a forward, once
-    engine.run(_requests(loaded, few, seed=0), method=case.method)
+    _warm_up(engine, case)
     on_device = any(kind[1] for kind in engine.batches)
     if _on_cuda(loaded) and not plain and not on_device:
         note("no kernels for this model, precision and method (they want bfloat16): the plain engine")
@@ -168,7 +191,7 @@ def _measured(loaded: LoadedModel, case: Case, limits: Limits, note: Note, *, pl
 
 
 def _sizes(case: Case) -> dict[str, Any]:
-    return {key: getattr(case, key) for key in ("batch", "context", "new_tokens", "passes")}
+    return {key: getattr(case, key) for key in ("batch", "context", "new_tokens", "passes", "threshold")}
 
 
 def _of_passes(loaded: LoadedModel, forwards: int, tokens: int, seconds: float, limits: Limits) -> dict[str, float]:
@@ -252,9 +275,12 @@ COLUMNS = {  # of the table: from which value of a row, times what, and how it i
 
 def table_lines(found: dict[str, Any]) -> list[str]:
     """What is printed."""
+    fixed = f"{found['passes']} passes for every block"
+    closing = f"at most {found['passes']} passes for a block, which closes from probability {found['threshold']:g} on"
     lines = [
         f"{found['model']}, {found['parameters'] / 1e9:.3f} B parameters, {found['dtype']}, {found['device']}: "
-        f"copy {found['copy_tb']:.3f} TB/s, matmul {found['matmul_tflops']:.1f} TFLOP/s",
+        f"copy {found['copy_tb']:.3f} TB/s, matmul {found['matmul_tflops']:.1f} TFLOP/s; "
+        f"{fixed if found['threshold'] > 1 else closing}",
         "",
         f"| what | batch | context | {' | '.join(COLUMNS)} |",
         f"|---|---:|---:|{'---:|' * len(COLUMNS)}",
