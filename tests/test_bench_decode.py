@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import answering_model
+from conftest import answering_model, tiny_model
 from test_device import PlainMachine
 from test_engine import loaded
 
 from freda.bench import decode
+from freda.bench.hugging_face import borrowed, timed_generate
 from freda.cli import run
+from freda.config import MethodConfig
 from freda.data.tokenizer import Tokenizer
 from freda.decode import engine
+from freda.decode.batch import Request
 from freda.decode.device import Program
+from freda.decode.generate import generate
+from freda.methods import METHODS
+from freda.model.transformer import Transformer
 from freda.model.weights import save_model
 
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
@@ -39,7 +46,7 @@ def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run([*command, "--passes", "2", "--compare", "--device", "cpu", "--out", str(out)]) == 0
     shown, found = capsys.readouterr().out, json.loads(out.read_text())
     rows = {(row["what"], row["batch"]): row for row in found["rows"]}
-    assert len(rows) == 6
+    assert len(rows) == 8
     for batch in (1, 3):
         made = rows["plain engine, self-refine", batch]
         # One token of the first block is given: blocks of 3, 4 and 1 new tokens, two passes each.
@@ -89,9 +96,9 @@ def test_no_text_ends_early(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert row["tokens_per_s"] * row["passes_seconds"] == pytest.approx(3 * 8)
 
 
-def measured(folder: Path, out: Path, *options: str) -> dict[str, Any]:
-    """The rows of a model folder, by what they are."""
-    assert run(["bench", "decode", str(folder), *SIZES, *options, "--out", str(out)]) == 0
+def measured(model: Path | str, out: Path, *options: str) -> dict[str, Any]:
+    """The rows of a model, by what they are."""
+    assert run(["bench", "decode", str(model), *SIZES, *options, "--out", str(out)]) == 0
     return {row["what"]: row for row in json.loads(out.read_text())["rows"]}
 
 
@@ -121,3 +128,60 @@ def test_no_graph_is_made_while_the_clock_runs(method: str, monkeypatch: pytest.
     row = decode._measured(model, case, decode.Limits(1.0, 1.0), print, plain=False)
     assert row["on_device"] and 0 < warm[0] == len(made)
     assert row["tokens_per_s"] / row["forwards_per_s"] < 7 * row["tpf"] * 0.99, "all texts ended together"
+
+
+# -- generate of Hugging Face ----------------------------------------------------------------------------------------
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {},
+    "Qwen2ForCausalLM": {"qk_norm": False, "qkv_bias": True, "tied": False},
+    "LlamaForCausalLM": {"qk_norm": False, "rope_scaling": LLAMA3},
+}
+
+
+def greedy(model: Transformer, prompts: list[list[int]], count: int) -> list[list[int]]:
+    asked = [Request(prompt=prompt, max_new_tokens=count) for prompt in prompts]
+    made = generate(model, METHODS["autoregressive"], MethodConfig(), asked, stop_ids=[])
+    return [output.tokens for output in made]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_makes_the_same_text_of_the_same_weights(family: str) -> None:
+    pytest.importorskip("transformers")
+    model = tiny_model(3, **FAMILIES[family])
+    model.scorer = loaded("best-of-n").model.scorer  # which they have no use for
+    with torch.no_grad():
+        model.head_weight[model.blank_id] = 0  # which is a token like any other for them
+    theirs = borrowed(model)
+    assert type(theirs).__name__ == family
+    own = {weight.data_ptr() for weight in model.parameters()}
+    assert {weight.data_ptr() for weight in theirs.parameters()} <= own, "a weight is held twice"
+    prompts = torch.randint(0, model.blank_id, (3, 21), generator=torch.Generator().manual_seed(0)).tolist()
+    made = timed_generate(theirs, prompts, 40)
+    assert made.tokens == greedy(model, prompts, 40)
+    assert made.prefill > 0 and made.passes > 0
+
+
+def test_their_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "bench.json"
+    row = measured("tiny", out, "--compare")["Hugging Face generate, autoregressive"]
+    assert row["tpf"] == 1.0 and row["batch"] == 3
+    assert row["passes_seconds"] == pytest.approx(7 * row["seconds_per_forward"])  # the first token comes with prefill
+    assert row["tokens_per_s"] == pytest.approx(3 * row["forwards_per_s"])
+    both = row["prefill_seconds"] + row["passes_seconds"]
+    assert row["tokens_per_s_with_prefill"] == pytest.approx(3 * 8 / both)
+    assert json.loads(out.read_text())["transformers"]
+    assert "| Hugging Face generate, autoregressive | 3 | 9 |" in capsys.readouterr().out
+    assert "tokens_per_s" not in measured("tiny", out, "--compare", "--new-tokens", "1")[row["what"]]
+
+
+def test_without_transformers_the_rest_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    rows = measured("tiny", tmp_path / "bench.json", "--compare")
+    assert "reference loop one by one, self-refine" in rows
+    line = "| Hugging Face generate, autoregressive: transformers is not installed | 3 | 9 | – | – |"
+    assert line in capsys.readouterr().out

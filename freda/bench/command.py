@@ -76,7 +76,10 @@ def bench_decode(
     ] = 2.0,
     method: Annotated[str, typer.Option(help="How to decode.")] = "self-refine",
     compare: Annotated[
-        bool, typer.Option("--compare", help="Add the autoregressive decoder and the reference loop.")
+        bool,
+        typer.Option(
+            "--compare", help="Add autoregressive decoding, by the engine and by Hugging Face, and the reference loop."
+        ),
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

@@ -1,9 +1,10 @@
 """`freda bench decode`: forwards and tokens per second of the engine, beside the limits of the same run.
 
 With one stream, a forward reads every weight once: its share of the copy rate says how near it is to what the memory
-allows. What is compared is the engine's own autoregressive decoder at equal weights, and the reference loop request by
-request. Prompts are random ids and no text ends early: all rows make the same number of tokens. Every block gets all
-its passes, unless a threshold of at most 1 lets the model close blocks by its confidence.
+allows. What is compared, at equal weights and with the same prompts, is the engine's own autoregressive decoder,
+`generate` of Hugging Face, and the reference loop request by request. Prompts are random ids and no text ends early:
+all rows make the same number of tokens. Every block gets all its passes, unless a threshold of at most 1 lets the model
+close blocks by its confidence.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from freda.bench import hugging_face
 from freda.config import MethodConfig
 from freda.data.tokenizer import Tokenizer
 from freda.decode.batch import Request
@@ -33,6 +35,7 @@ from freda.model.weights import DTYPES, LoadedModel, load_model
 Note = Callable[[str], None]
 
 NEVER = 2.0  # the threshold that no probability reaches
+WARM_TOKENS = 8  # of a call before the one that is measured
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,11 @@ def bench_decode(
     cases = [replace(case, method=name) for name in methods for case in sizes]
     rows = [_measured(loaded, case, limits, note, plain=plain) for case in cases]
     if compare:
+        rows += _hugging_face(loaded, sizes, limits, note)
         rows += [_one_by_one(loaded, case, note) for case in sizes]
     return {
         **about(place),
+        **({"transformers": hugging_face.version()} if compare else {}),
         "model": model,
         "dtype": dtype,
         "passes": passes,
@@ -213,6 +218,33 @@ def _of_prefill(loaded: LoadedModel, case: Case, seconds: float, limits: Limits)
         "prefill_tokens_per_s": tokens / seconds,
         "prefill_share_of_matmul": 2.0 * layer_parameters(loaded.model.config) * tokens / seconds / limits.matmul,
     }
+
+
+def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits, note: Note) -> list[dict[str, Any]]:
+    """`generate` of transformers, a batch at a time. Its first token comes with the prefill."""
+    what = "Hugging Face generate, autoregressive"
+    if hugging_face.version() is None:
+        note("transformers is not installed: nothing to compare with")
+        return [{"what": f"{what}: transformers is not installed", **_sizes(case)} for case in cases]
+    theirs, rows = hugging_face.borrowed(loaded.model), []
+    for case in cases:
+        _forget(loaded)
+        few, prompts = ([request.prompt for request in _requests(loaded, case, seed=seed)] for seed in (0, 1))
+        hugging_face.timed_generate(theirs, few, min(case.new_tokens, WARM_TOKENS))
+        made = hugging_face.timed_generate(theirs, prompts, case.new_tokens)
+        forwards, tokens = case.new_tokens - 1, sum(map(len, made.tokens))
+        row = {
+            "what": what,
+            **_sizes(case),
+            **(_of_passes(loaded, forwards, case.batch * forwards, made.passes, limits) if forwards else {}),
+            **_of_prefill(loaded, case, made.prefill, limits),
+            "tokens_per_s_with_prefill": tokens / (made.prefill + made.passes),
+            "tpf": 1.0,
+            "memory_gb": _memory(loaded),
+        }
+        note(f"{what}, batch {case.batch}, context {case.context}: {row['tokens_per_s_with_prefill']:.1f} tokens/s")
+        rows.append(row)
+    return rows
 
 
 def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
