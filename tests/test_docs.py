@@ -51,7 +51,9 @@ def test_commands_parse(page: Path) -> None:
         for line in re.findall(r"^(?:\$ )?freda (.*)$", block, re.M):
             words = shlex.split(line, comments=True)
             assert words[0] in commands or words[0].startswith("-"), line
-            known = {flag for option in commands[words[0]].params for flag in option.opts}
+            command = commands[words[0]]
+            command = getattr(command, "commands", {}).get(words[1], command) if len(words) > 1 else command
+            known = {flag for option in command.params for flag in option.opts}
             assert all(word in known for word in words if word.startswith("--")), line
 
 
