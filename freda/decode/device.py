@@ -11,6 +11,7 @@ It does what `Batch` does, which is its plain twin, where nobody draws by chance
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,13 +22,18 @@ from freda.config import DecodeConfig, MethodConfig
 from freda.decode.batch import Batch, Text
 from freda.decode.lanes import Lanes, Wants, candidates_of, chosen, settled, wants_of
 from freda.decode.pages import PagedCache
-from freda.methods.draft import Prediction, merge, start
+from freda.methods.draft import Candidates, Prediction, merge, start
 from freda.methods.method import Method
 from freda.model.cache import Rows, Texts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # numbers of requests that graphs are made for
+
+
+MOST_COMPILED = (
+    4  # requests: eighty kernels of 2 µs are 6% of a forward over a few tokens and nothing beside a large one
+)
 
 
 class Machine(Protocol):
@@ -69,6 +75,7 @@ class Setting(NamedTuple):
     method: Method
     config: MethodConfig
     wants: Wants
+    compiled: bool = False  # what is around the forward
 
 
 def stays_on_device(model: Transformer, config: MethodConfig, request: DecodeConfig) -> bool:
@@ -101,34 +108,60 @@ def prefill(machine: Machine, cache: PagedCache, texts: Sequence[Text], size: in
 
 def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> tuple[State, Tensor]:
     """The state after a pass, and its report (R, 2 + B) int64: has the block closed, is it sound, its ids."""
-    lanes, texts, pending_ids = state
-    method, machine, size = setting.method, setting.machine, rows.block
-    count, device = len(lanes.begin), lanes.begin.device
-    found = candidates_of(lanes, method, setting.config, setting.wants, count=max(1, rows.drafts))
-    parts = [(pending_ids, torch.ones_like(pending_ids, dtype=torch.float32))] if rows.commit else []
+    machine, size, count = setting.machine, rows.block, len(state.pending_ids)
+    before, after = _around(setting.compiled)
+    ids, alpha, found = before(state, setting.method, setting.config, setting.wants, rows)
+    machine.run((ids, alpha), state.texts, rows, buffers)
+    first = torch.arange(count, device=ids.device)[:, None] * rows.tokens
+    tokens = first + torch.arange(size, device=ids.device)
+    if rows.drafts:
+        scored = setting.method.SCORES and rows.drafts > 1
+        soft = machine.hidden(buffers).view(count, rows.tokens, -1)[:, rows.commit :] if scored else None
+        winner = chosen(setting.model, setting.method, state.lanes, found, soft).winner
+        tokens = tokens + rows.commit + winner[:, None] * size
+    left: tuple[State, Tensor] = after(
+        state, setting.method, machine.predict(tokens, buffers), rows, setting.model.blank_id
+    )
+    return left
+
+
+def shown(
+    state: State, method: Method, config: MethodConfig, wants: Wants, rows: Rows
+) -> tuple[Tensor, Tensor, Candidates]:
+    """What a forward sees: ids and α of all its tokens, (R · rows,) each; and the candidates among them."""
+    found = candidates_of(state.lanes, method, config, wants, count=max(1, rows.drafts))
+    parts = [(state.pending_ids, torch.ones_like(state.pending_ids, dtype=torch.float32))] if rows.commit else []
     if rows.drafts:
         parts.append((found.ids.flatten(1), found.alpha.flatten(1)))
     ids, alpha = (torch.cat(part, dim=1).flatten() for part in zip(*parts, strict=True))
-    machine.run((ids, alpha), texts, rows, buffers)
-    first = torch.arange(count, device=device)[:, None] * rows.tokens
-    tokens = first + torch.arange(size, device=device)
-    if rows.drafts:
-        scored = method.SCORES and rows.drafts > 1
-        soft = machine.hidden(buffers).view(count, rows.tokens, -1)[:, rows.commit :] if scored else None
-        winner = chosen(setting.model, method, lanes, found, soft).winner
-        tokens = tokens + rows.commit + winner[:, None] * size
-    lanes = settled(lanes, method, machine.predict(tokens, buffers))
+    return ids, alpha, found
+
+
+def advanced(state: State, method: Method, prediction: Prediction, rows: Rows, blank_id: int) -> tuple[State, Tensor]:
+    """The state after a prediction (R, B), and the report; where a block has closed, the next one has begun."""
+    lanes, texts, pending_ids = state
+    size = rows.block
+    lanes = settled(lanes, method, prediction)
     draft, closed = lanes.draft, lanes.draft.closed
     sound = draft.prob.isfinite().all(-1)
     report = torch.cat([torch.stack([closed, sound], dim=1).long(), draft.ids], dim=1)
-    none = torch.zeros_like(draft.given)
-    lanes = lanes._replace(
-        draft=merge(~closed, draft, start(draft.ids, none, setting.model.blank_id)), begin=lanes.begin + size * closed
-    )
+    fresh = start(draft.ids, torch.zeros_like(draft.given), blank_id)
+    lanes = lanes._replace(draft=merge(~closed, draft, fresh), begin=lanes.begin + size * closed)
     stored = texts.stored + texts.pending if rows.commit else texts.stored
-    pending = (size * closed).to(texts.pending)
-    ids_to_come = torch.where(closed[:, None], draft.ids, pending_ids)
-    return State(lanes, texts._replace(stored=stored, pending=pending), ids_to_come), report
+    texts = texts._replace(stored=stored, pending=(size * closed).to(texts.pending))
+    return State(lanes, texts, torch.where(closed[:, None], draft.ids, pending_ids)), report
+
+
+@functools.cache
+def _around(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What comes before and after a forward: some eighty small kernels, or, compiled, a few."""
+    if not compiled:
+        return shown, advanced
+    import torch._dynamo.config
+
+    # Once for each method, number of requests and form of a forward: more than the 8 that dynamo allows one function.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(shown, dynamic=False), torch.compile(advanced, dynamic=False)
 
 
 class Program:
@@ -205,7 +238,8 @@ class DeviceBatch(Batch):
         state = self._state(size)
         key = (self.method.__name__, size, wants)  # type: ignore[attr-defined]
         if key not in self._programs:
-            setting = Setting(self.model, self._machine, self.method, self.config, wants)
+            compiled = self.device.type == "cuda" and size <= MOST_COMPILED
+            setting = Setting(self.model, self._machine, self.method, self.config, wants, compiled)
             self._programs[key] = Program(state, setting)
         else:
             self._programs[key].load(state)
