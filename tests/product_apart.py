@@ -16,9 +16,10 @@ TOKENS, WIDTH, TILE = 5, 256, 128
 def _apart(  # type: ignore[no-untyped-def]
     A, W, OUT, X, SCALED, SQUARES, NORM, SUMS, COUNTS, tokens, eps,
     ROWS: tl.constexpr, INNER: tl.constexpr, MODE: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     _product(
-        A, W, OUT, X, SCALED, SQUARES, NORM, SUMS, COUNTS, tokens, eps, ROWS, INNER, MODE, D, P, 16, 128, 128, 2
+        A, W, OUT, X, SCALED, SQUARES, NORM, SUMS, COUNTS, tokens, eps, ROWS, INNER, MODE, D, P, 16, 128, 128, 2, SLOTS,
     )  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def product(mode: int, programs: int) -> list[Tensor]:
     norm = torch.rand(WIDTH, generator=generator)
     squares = x.view(TOKENS, WIDTH // TILE, TILE).square().sum(-1).T.contiguous()
     out, scaled = torch.zeros(TOKENS, rows), torch.zeros(TOKENS, WIDTH)
-    sums, counts = torch.full((2 * programs, TILE, 16), float("nan")), torch.zeros(16, dtype=torch.int32)
+    sums, counts = torch.full((8 * programs, TILE, 16), float("nan")), torch.zeros(16, dtype=torch.int32)
     _apart[(programs,)](
         *(a.clone(), w, out, x, scaled, squares, norm, sums, counts, TOKENS, 1e-6),
         ROWS=rows,
@@ -40,6 +41,7 @@ def product(mode: int, programs: int) -> list[Tensor]:
         MODE=mode,
         D=WIDTH,
         P=programs,
+        SLOTS=8,
     )
     return [out, counts] if mode < 2 else [x, scaled, squares, counts]
 

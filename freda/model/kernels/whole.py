@@ -51,7 +51,7 @@ class Memory(NamedTuple):
     rotary: Tensor  # (2, M, width / 2)
     part: Tensor  # attention over parts of the texts
     lse: Tensor
-    sums: Tensor  # parts of products, two tiles a program
+    sums: Tensor  # parts of products, a few tiles a program
     counts: Tensor  # of a product's parts that are there, by tile; left at zero
     heads_there: Tensor  # of attention's, by request and head; left at zero
     met: Tensor  # programs that have come to a meeting
@@ -87,11 +87,17 @@ def new_memory(weights: Stacked, requests: int, rows: Rows, shape: Shape) -> Mem
         rotary=empty(2, tokens, shape.width // 2),
         part=empty(slots, shape.width),
         lse=empty(slots),
-        sums=empty(2 * shape.programs, TILE, _token_rows(tokens)),
+        sums=empty(_slots(weights, shape) * shape.programs, TILE, _token_rows(tokens)),
         counts=torch.zeros(tiles, dtype=torch.int32, device=device),
         heads_there=torch.zeros(requests * shape.kv_heads, dtype=torch.int32, device=device),
         met=torch.zeros(1, dtype=torch.int32, device=device),
     )
+
+
+def _slots(weights: Stacked, shape: Shape) -> int:
+    """The most tiles that a program has a part of."""
+    sizes = [(part.shape[1] // TILE, part.shape[2] // CHUNK) for part in weights[:4]]
+    return max(-(-tiles * chunks // shape.programs) // chunks + 2 for tiles, chunks in sizes)
 
 
 def _query_rows(shape: Shape, rows: Rows) -> int:
@@ -135,6 +141,7 @@ def run(weights: Stacked, storage: Tensor, texts: Texts, rows: Rows, shape: Shap
         TILE=TILE,
         CHUNK=CHUNK,
         STAGES=STAGES,
+        SLOTS=_slots(weights, shape),
         AHEAD=storage.is_cuda,
         num_warps=8,
     )
@@ -188,70 +195,83 @@ def _ask_ahead(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]  # noqa: C901
+def _finish(  # type: ignore[no-untyped-def]
+    total, tile, OUT, X, SCALED, SQUARES, NEXT_NORM, tokens, eps,
+    ROWS: tl.constexpr, MODE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What becomes of a tile of a product, (TILE, BM), that is complete."""
+    m, n = tl.arange(0, BM), _rows_of(tile, ROWS, MODE, TILE)
+    real = m < tokens
+    if MODE < 2:
+        TILES: tl.constexpr = D // TILE
+        t = tl.arange(0, 64)
+        kept = (t < TILES)[:, None] & real[None, :]
+        squares = tl.load(SQUARES + t[:, None] * tokens + m[None, :], mask=kept, other=0.0)
+        total = total * tl.rsqrt(tl.sum(squares, 0) / D + eps)[None, :]
+    if MODE == 0:
+        at = m[None, :] * ROWS + n[:, None]
+        tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=real[None, :])
+    if MODE == 1:
+        HALF_TILE: tl.constexpr = TILE // 2
+        gates, ups = tl.split(tl.permute(tl.reshape(total, (2, HALF_TILE, BM)), (1, 2, 0)))
+        both = gates / (1.0 + tl.exp(-gates)) * ups
+        at = m[None, :] * ROWS + (tile * HALF_TILE + tl.arange(0, HALF_TILE))[:, None]
+        tl.store(OUT + at, both.to(OUT.dtype.element_ty), mask=real[None, :])
+    if MODE == 2:
+        at = m[None, :] * D + n[:, None]
+        x = tl.load(X + at, mask=real[None, :], other=0.0).to(tl.float32)
+        x = (x + total.to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty)
+        wide = x.to(tl.float32)
+        norm = tl.load(NEXT_NORM + n).to(tl.float32)[:, None]
+        tl.store(X + at, x, mask=real[None, :])
+        tl.store(SCALED + at, (wide * norm).to(SCALED.dtype.element_ty), mask=real[None, :])
+        tl.store(SQUARES + tile * tokens + m, tl.sum(wide * wide, 0), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(  # type: ignore[no-untyped-def]
     A, W, OUT, X, SCALED, SQUARES, NEXT_NORM, SUMS, COUNTS, tokens, eps,
     ROWS: tl.constexpr, INNER: tl.constexpr, MODE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr,
-    TILE: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """This program's units of a product. MODE 0: of the normed stream; 1: that, through the gate; 2: added to the
-    stream."""
+    """This program's units of a product.
+
+    MODE 0: of the normed stream; 1: that, through the gate; 2: added to the stream. One loop for all units, so that the
+    memory does not rest between tiles; it only puts sums down. What is done with them comes after it: a loop with a
+    barrier in it is not pipelined.
+    """
     CHUNKS: tl.constexpr = INNER // BK
-    PER: tl.constexpr = (ROWS // (TILE // 2 if MODE == 1 else TILE) * CHUNKS + P - 1) // P
     UNITS: tl.constexpr = ROWS // (TILE // 2 if MODE == 1 else TILE) * CHUNKS
+    PER: tl.constexpr = (UNITS + P - 1) // P
     program = tl.program_id(0)
     m, k, i = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, TILE)
-    real = m < tokens
-    unit = program * PER
-    end = tl.minimum(UNITS, unit + PER)
-    while unit < end:
-        tile, first = unit // CHUNKS, unit % CHUNKS
-        last = tl.minimum(CHUNKS, first + end - unit)
+    real, place = m < tokens, i[:, None] * BM + m[None, :]
+    begin = program * PER
+    end = tl.minimum(UNITS, begin + PER)
+    total = tl.zeros((TILE, BM), tl.float32)
+    for unit in tl.range(begin, end, num_stages=STAGES):
+        tile, chunk = unit // CHUNKS, unit % CHUNKS
         n = _rows_of(tile, ROWS, MODE, TILE)
-        weight = W + n[:, None].to(tl.int64) * INNER + k[None, :]
-        total = tl.zeros((TILE, BM), tl.float32)
-        for chunk in tl.range(first, last, num_stages=STAGES):
-            w = tl.load(weight + chunk * BK, eviction_policy="evict_first")
-            a = tl.load(A + m[None, :] * INNER + chunk * BK + k[:, None], mask=real[None, :], other=0.0)
-            total = tl.dot(w, a, total)
-        mine = True
-        if last - first < CHUNKS:  # others have a part of this tile
-            place = i[:, None] * BM + m[None, :]
-            tl.store(SUMS + (2 * program + tl.where(unit == program * PER, 0, 1)) * TILE * BM + place, total)
-            tl.debug_barrier()
-            begin, final = tile * CHUNKS // PER, (tile * CHUNKS + CHUNKS - 1) // PER
-            mine = tl.atomic_add(COUNTS + tile, 1, sem="acq_rel", scope="gpu") == final - begin
-            if mine:
-                total = tl.zeros((TILE, BM), tl.float32)
-                for other in range(begin, final + 1):
-                    late = tl.where((other == begin) & (begin * PER // CHUNKS != tile), 1, 0)
-                    total += tl.load(SUMS + (2 * other + late) * TILE * BM + place, cache_modifier=".cg")
+        w = tl.load(W + n[:, None].to(tl.int64) * INNER + chunk * BK + k[None, :], eviction_policy="evict_first")
+        a = tl.load(A + m[None, :] * INNER + chunk * BK + k[:, None], mask=real[None, :], other=0.0)
+        total = tl.dot(w, a, total)
+        if (chunk == CHUNKS - 1) | (unit == end - 1):
+            tl.store(SUMS + (SLOTS * program + tile - begin // CHUNKS) * TILE * BM + place, total)
+            total = tl.zeros((TILE, BM), tl.float32)
+    tl.debug_barrier()
+    for number in tl.static_range(PER // CHUNKS + 2):
+        tile = begin // CHUNKS + number
+        if tile * CHUNKS < end:
+            first, last = tile * CHUNKS // PER, (tile * CHUNKS + CHUNKS - 1) // PER  # programs that have a part of it
+            if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel", scope="gpu") == last - first:
+                parts = tl.zeros((TILE, BM), tl.float32)
+                for further in tl.static_range(CHUNKS // PER + 2):  # asked for all at once
+                    other = tl.minimum(first + further, last)
+                    slot = SLOTS * other + tile - other * PER // CHUNKS
+                    part = tl.load(SUMS + slot * TILE * BM + place, cache_modifier=".cg")
+                    parts += tl.where(first + further <= last, part, 0.0)
                 tl.atomic_xchg(COUNTS + tile, 0)
-        if mine:
-            if MODE < 2:
-                TILES: tl.constexpr = D // TILE
-                t = tl.arange(0, 64)
-                kept = (t < TILES)[:, None] & real[None, :]
-                squares = tl.load(SQUARES + t[:, None] * tokens + m[None, :], mask=kept, other=0.0)
-                total = total * tl.rsqrt(tl.sum(squares, 0) / D + eps)[None, :]
-            if MODE == 0:
-                at = m[None, :] * ROWS + n[:, None]
-                tl.store(OUT + at, total.to(OUT.dtype.element_ty), mask=real[None, :])
-            if MODE == 1:
-                HALF_TILE: tl.constexpr = TILE // 2
-                gates, ups = tl.split(tl.permute(tl.reshape(total, (2, HALF_TILE, BM)), (1, 2, 0)))
-                both = gates / (1.0 + tl.exp(-gates)) * ups
-                at = m[None, :] * ROWS + (tile * HALF_TILE + tl.arange(0, HALF_TILE))[:, None]
-                tl.store(OUT + at, both.to(OUT.dtype.element_ty), mask=real[None, :])
-            if MODE == 2:
-                at = m[None, :] * D + n[:, None]
-                x = tl.load(X + at, mask=real[None, :], other=0.0).to(tl.float32)
-                x = (x + total.to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty)
-                wide = x.to(tl.float32)
-                norm = tl.load(NEXT_NORM + n).to(tl.float32)[:, None]
-                tl.store(X + at, x, mask=real[None, :])
-                tl.store(SCALED + at, (wide * norm).to(SCALED.dtype.element_ty), mask=real[None, :])
-                tl.store(SQUARES + tile * tokens + m, tl.sum(wide * wide, 0), mask=real)
-        unit += last - first
+                _finish(parts, tile, OUT, X, SCALED, SQUARES, NEXT_NORM, tokens, eps, ROWS, MODE, D, BM, TILE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -262,7 +282,8 @@ def _whole(  # type: ignore[no-untyped-def]
     D: tl.constexpr, F: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr,
     COMMIT: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, NORM: tl.constexpr,
-    BIAS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BIAS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, SLOTS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * HALF
     WIDTH: tl.constexpr = (H + 2 * KV) * C
@@ -274,7 +295,7 @@ def _whole(  # type: ignore[no-untyped-def]
         gate, out, down = WGATE + at * 2 * F * D, WOUT + at * D * H * C, WDOWN + at * D * F
         _product(
             SCALED, WQKV + at * WIDTH * D, QKV, X, SCALED, SQUARES, NORMS, SUMS, COUNTS, tokens, eps,
-            WIDTH, D, 0, D, P, BM, TILE, CHUNK, STAGES,
+            WIDTH, D, 0, D, P, BM, TILE, CHUNK, STAGES, SLOTS,
         )  # fmt: skip
         if AHEAD:
             _ask_ahead(out, D, H * C, 2, P, TILE, CHUNK)
@@ -293,7 +314,7 @@ def _whole(  # type: ignore[no-untyped-def]
         _meet(MET, meeting)
         _product(
             ATTENDED, out, QKV, X, SCALED, SQUARES, POST + at * D, SUMS, COUNTS, tokens, eps,
-            D, H * C, 2, D, P, BM, TILE, CHUNK, STAGES,
+            D, H * C, 2, D, P, BM, TILE, CHUNK, STAGES, SLOTS,
         )  # fmt: skip
         if AHEAD:
             _ask_ahead(gate, F, D, 1, P, TILE, CHUNK)
@@ -301,7 +322,7 @@ def _whole(  # type: ignore[no-untyped-def]
         _meet(MET, meeting)
         _product(
             SCALED, gate, INNER, X, SCALED, SQUARES, NORMS, SUMS, COUNTS, tokens, eps,
-            F, D, 1, D, P, BM, TILE, CHUNK, STAGES,
+            F, D, 1, D, P, BM, TILE, CHUNK, STAGES, SLOTS,
         )  # fmt: skip
         if AHEAD:
             _ask_ahead(down, D, F, 2, P, TILE, CHUNK)
@@ -309,7 +330,7 @@ def _whole(  # type: ignore[no-untyped-def]
         _meet(MET, meeting)
         _product(
             INNER, down, QKV, X, SCALED, SQUARES, NORMS + (at + 1) * D, SUMS, COUNTS, tokens, eps,
-            D, F, 2, D, P, BM, TILE, CHUNK, STAGES,
+            D, F, 2, D, P, BM, TILE, CHUNK, STAGES, SLOTS,
         )  # fmt: skip
         if AHEAD and layer + 1 < layers:
             _ask_ahead(WQKV + (at + 1) * WIDTH * D, WIDTH, D, 0, P, TILE, CHUNK)
