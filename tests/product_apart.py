@@ -19,7 +19,8 @@ def _apart(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     _product(
-        A, W, OUT, X, SCALED, SQUARES, NORM, SUMS, COUNTS, tokens, eps, ROWS, INNER, MODE, D, P, 16, 128, 128, 2, SLOTS,
+        A, W, W, OUT, X, SCALED, SQUARES, NORM, SUMS, COUNTS, tokens, eps,
+        ROWS, INNER, MODE, D, P, 16, 128, 128, 2, SLOTS, False,
     )  # fmt: skip
 
 

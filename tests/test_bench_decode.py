@@ -22,11 +22,16 @@ from freda.decode import engine
 from freda.decode.batch import Request
 from freda.decode.device import Program
 from freda.decode.generate import generate
+from freda.decode.pages import Pages
 from freda.methods import METHODS
 from freda.model.transformer import Transformer
 from freda.model.weights import save_model
 
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
+
+
+def plain_machine(model: Transformer, pages: Pages, *, int8: bool) -> PlainMachine:
+    return PlainMachine(model, pages)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,7 @@ def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_the_table_names_the_engine(
     plain: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "_packed_model", PlainMachine)  # what a GPU has kernels for
+    monkeypatch.setattr(engine, "_packed_model", plain_machine)  # what a GPU has kernels for
     command = ["bench", "decode", "tiny", "--context", "8", "--new-tokens", "8", "--device", "cpu"]
     assert run([*command, *["--plain"] * plain]) == 0
     shown = capsys.readouterr().out
@@ -120,7 +125,7 @@ def test_blocks_close_by_confidence(folder: Path, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize("method", ["self-refine", "best-of-n"])
 def test_no_graph_is_made_while_the_clock_runs(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, warm, build, warm_up = [], [], Program._plain, decode._warm_up
-    monkeypatch.setattr(engine, "_packed_model", PlainMachine)
+    monkeypatch.setattr(engine, "_packed_model", plain_machine)
     monkeypatch.setattr(Program, "_plain", lambda program, rows: (made.append(rows), build(program, rows))[1])
     monkeypatch.setattr(decode, "_warm_up", lambda *given: (warm_up(*given), warm.append(len(made))))
     case = decode.Case(batch=7, context=9, new_tokens=30, passes=3, threshold=0.3, method=method)

@@ -15,6 +15,7 @@ from test_device import PlainMachine
 
 from freda.config import ModelConfig
 from freda.decode.pages import Pages
+from freda.model import quantize
 from freda.model.cache import Rows, Texts
 from freda.model.transformer import Transformer
 
@@ -49,15 +50,25 @@ def filled_model(device: str, dtype: torch.dtype, **shape: Any) -> Transformer:
     return model
 
 
-def compare(case: int, device: str, dtype: torch.dtype, *, one_launch: bool = False) -> dict[str, float]:
-    """How far the kernels are from the Transformer: relative errors, and the share of equal choices."""
+def compare(
+    case: int, device: str, dtype: torch.dtype, *, one_launch: bool = False, int8: bool = False
+) -> dict[str, float]:
+    """How far the kernels are from the Transformer: relative errors, and the share of equal choices.
+
+    With int8, the Transformer has the weights that the int8 ones stand for.
+    """
     from freda.decode.packed import PackedModel, fits
     from freda.model.kernels import pages
 
     pages.CHUNK = 16 if case % 2 else 128
     shape, rows, stored, pending = CASES[case]
-    model = filled_model(device, dtype, **shape)
+    model = filled_model(device, dtype, **shape, tied=not int8)  # a table of its own for the head
     assert fits(model)
+    if int8:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() > 1 and "embed" not in name:
+                    weight.copy_(quantize.unpacked(quantize.packed({"weight": weight}), dtype)["weight"])
     generator = torch.Generator().manual_seed(case)
     count, width = len(stored), 16
     storage = [Pages(model, count * width, PAGE) for _ in range(2)]
@@ -73,7 +84,7 @@ def compare(case: int, device: str, dtype: torch.dtype, *, one_launch: bool = Fa
     given = ids.flatten().to(device), alpha.flatten().to(device)
     tokens = torch.arange(count * rows.tokens, device=device).view(count, rows.tokens)[:, -rows.block :]
     found = []
-    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1], one_launch=one_launch)):
+    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1], one_launch=one_launch, int8=int8)):
         buffers = machine.buffers(count, rows)
         machine.run(given, texts, rows, buffers)  # type: ignore[arg-type]
         first = machine.predict(tokens, buffers)  # type: ignore[arg-type]
@@ -121,8 +132,8 @@ sys.path.insert(0, "tests")
 from test_packed import CASES, SHAPES, compare, compare_prefill
 for shape in SHAPES:
     assert compare_prefill("cpu", torch.float32, **shape) < 1e-5
-cases = [(case, one_launch) for case in range(len(CASES)) for one_launch in (False, True)]
-print(json.dumps([compare(case, "cpu", torch.float32, one_launch=one_launch) for case, one_launch in cases]))
+ways = [{}, {"one_launch": True}, {"int8": True}, {"one_launch": True, "int8": True}]
+print(json.dumps([compare(case, "cpu", torch.float32, **way) for case in range(len(CASES)) for way in ways]))
 """
 
 
@@ -148,11 +159,11 @@ def test_products_shared_out_among_programs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("one_launch", [False, True])
+@pytest.mark.parametrize("way", [{}, {"one_launch": True}, {"int8": True}, {"one_launch": True, "int8": True}])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_on_a_gpu(case: int, one_launch: bool) -> None:
+def test_on_a_gpu(case: int, way: dict[str, bool]) -> None:
     """In bf16: what its 8 bits leave."""
-    found = compare(case, "cuda", torch.bfloat16, one_launch=one_launch)
+    found = compare(case, "cuda", torch.bfloat16, **way)
     assert found["hidden"] < 2e-2 and found["stored"] < 1e-2 and found["prob"] < 0.05, found
     assert found["choices"] >= 0.8, found
 

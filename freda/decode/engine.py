@@ -7,6 +7,7 @@ admitted, so what has begun always ends. Its output is what `generate` makes of 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class EngineConfig:
     queue: int = 1024  # requests that may wait
     prefill: int = 2048  # tokens of prompts in one forward
     on_device: bool = False  # keep passes on the GPU, in CUDA graphs, where model and request allow it
+    int8: bool = False  # and their weights as int8, where few tokens wait for them
 
 
 class Event(NamedTuple):
@@ -85,7 +87,7 @@ class Engine:
         self.waiting: deque[_Running] = deque()
         self.running: dict[int, _Running] = {}
         self.batches: dict[tuple[MethodName, bool], Batch] = {}  # by method, and whether passes stay on the device
-        made = machine or _packed_model
+        made = machine or functools.partial(_packed_model, int8=config.int8)
         whole = size <= MOST_BLOCK and size & (size - 1) == 0  # blocks that the kernels are made for
         self._machine = made(self.model, self.pages) if config.on_device and whole else None
         self._programs: dict[tuple[Any, ...], Program] = {}
@@ -252,11 +254,11 @@ class Engine:
         self.outputs[one.number] = Output(text.new, text.nfe, reason, time.perf_counter() - one.begun)
 
 
-def _packed_model(model: Transformer, pages: Pages) -> Machine | None:
+def _packed_model(model: Transformer, pages: Pages, *, int8: bool) -> Machine | None:
     """The kernels of decoding, where they are made for the model; elsewhere the model does its forwards itself."""
     weight = model.embed_tokens.weight
     if not weight.is_cuda or weight.dtype != torch.bfloat16:
         return None
     from freda.decode import packed
 
-    return packed.PackedModel(model, pages) if packed.fits(model) else None
+    return packed.PackedModel(model, pages, int8=int8) if packed.fits(model) else None

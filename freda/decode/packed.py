@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from freda.config import ModelConfig
 from freda.decode.pages import Pages
 from freda.methods.draft import Prediction, likeliest
+from freda.model import quantize
 from freda.model.cache import Rows, Texts
 from freda.model.kernels import pages, pick, rowwise, skinny, whole
 from freda.model.kernels.rowwise import Heads
-from freda.model.kernels.skinny import Stream
+from freda.model.kernels.skinny import Matrix, Stream
 from freda.model.kernels.whole import Stacked
 from freda.model.staircase import attend_rows
 from freda.model.transformer import Attention, Layer, Transformer
@@ -29,10 +30,10 @@ from freda.model.transformer import Attention, Layer, Transformer
 class PackedLayer(NamedTuple):
     """The weights of one layer."""
 
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: Matrix
+    out: Matrix
+    gate_up: Matrix
+    down: Matrix
     norms: tuple[Tensor, Tensor]
     heads: Heads
 
@@ -75,12 +76,24 @@ def pack(model: Transformer) -> tuple[Stacked, list[PackedLayer]]:
 
 
 def _layer(stacked: Stacked, number: int, config: ModelConfig) -> PackedLayer:
-    q_norm, k_norm, bias = (None if part is None else part[number] for part in stacked[6:])
+    extra = (stacked.q_norms, stacked.k_norms, stacked.biases)
+    q_norm, k_norm, bias = (None if part is None else part[number] for part in extra)
     heads = Heads(config.heads, config.kv_heads, config.head_dim, config.norm_eps, q_norm, k_norm, bias)
     norms = stacked.input_norms[number], stacked.post_norms[number]
-    return PackedLayer(
-        stacked.qkv[number], stacked.out[number], stacked.gate_up[number], stacked.down[number], norms, heads
-    )
+
+    def matrix(kind: int) -> Matrix:
+        whole: Tensor = stacked[kind]  # type: ignore[assignment]
+        return Matrix(whole[number], stacked.scales[kind][number] if stacked.scales else None)
+
+    return PackedLayer(matrix(0), matrix(1), matrix(2), matrix(3), norms, heads)
+
+
+def in_int8(stacked: Stacked) -> Stacked:
+    """The same with matrices of int8 and a scale for each row, as `quantize` stores them."""
+    names = Stacked._fields[:4]
+    made = quantize.packed(dict(zip(names, stacked[:4], strict=True)))
+    values = {name: made[name] for name in names}
+    return stacked._replace(**values, scales=tuple(made[name + quantize.SCALE] for name in names))
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
@@ -106,10 +119,16 @@ def _joined(layers: Sequence[Sequence[nn.Linear]]) -> Tensor:
 class PackedModel:
     """A Transformer over the pages of an engine, for the forwards of decoding."""
 
-    def __init__(self, model: Transformer, pages: Pages, *, one_launch: bool = False) -> None:
+    def __init__(self, model: Transformer, pages: Pages, *, one_launch: bool = False, int8: bool = False) -> None:
         self.model, self.pages, self.cache = model, pages, pages.layers
         self.stacked, self.layers = pack(model)
         self.one_launch = one_launch  # all layers in one kernel, where there are few tokens
+        # Few tokens wait for the weights, which as int8 are half as many bytes. Many tokens take them as they are.
+        self.few = in_int8(self.stacked) if int8 else self.stacked
+        self.few_layers = [_layer(self.few, number, model.config) for number in range(len(self.layers))]
+        head = model.head_weight.detach()
+        stored = quantize.packed({"head": head}) if int8 else {"head": head}
+        self.head = Matrix(stored["head"], stored.get("head" + quantize.SCALE))
 
     def _shape(self, requests: int) -> whole.Shape:
         config, device = self.model.config, self.stacked.out.device
@@ -120,21 +139,23 @@ class PackedModel:
     def buffers(self, requests: int, rows: Rows) -> Buffers | whole.Memory:
         """Memory for a forward over the new tokens of so many requests."""
         if self.one_launch and requests * rows.tokens <= whole.MOST_TOKENS:
-            return whole.new_memory(self.stacked, requests, rows, self._shape(requests))
-        layer = self.layers[0]
-        tokens, width, heads = requests * rows.tokens, layer.out.shape[0], layer.heads
-        few, kind, exact = tokens <= skinny.MOST_ROWS, layer.out.dtype, torch.float32
+            return whole.new_memory(self.few, requests, rows, self._shape(requests), self.stacked.out.dtype)
+        layer, (_, width, _), kind = self.layers[0], self.stacked.out.shape, self.stacked.out.dtype
+        tokens, heads, device = requests * rows.tokens, layer.heads, self.stacked.out.device
+        few, exact = tokens <= skinny.MOST_ROWS, torch.float32
 
         def empty(*shape: int, dtype: torch.dtype = kind) -> Tensor:
-            return torch.empty(shape, device=layer.out.device, dtype=dtype)
+            return torch.empty(shape, device=device, dtype=dtype)
 
         return Buffers(
-            stream=skinny.new_stream(tokens, width, layer.out.device, layer.out.dtype),
-            parts=empty(skinny.PROJECT.splits if few else 1, tokens, len(layer.qkv), dtype=exact if few else kind),
+            stream=skinny.new_stream(tokens, width, device, kind),
+            parts=empty(
+                skinny.PROJECT.splits if few else 1, tokens, len(layer.qkv.values), dtype=exact if few else kind
+            ),
             attended=empty(tokens, heads.heads * heads.width),
-            inner=empty(tokens, len(layer.gate_up) // 2),
-            sums=skinny.new_scratch(tokens if few else 0, width, layer.out.device),
-            attention=pages.new_scratch(requests, heads, rows, layer.out.device),
+            inner=empty(tokens, len(layer.gate_up.values) // 2),
+            sums=skinny.new_scratch(tokens if few else 0, width, device),
+            attention=pages.new_scratch(requests, heads, rows, device),
         )
 
     def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Buffers | whole.Memory) -> None:
@@ -144,7 +165,7 @@ class PackedModel:
         if isinstance(buffers, whole.Memory):
             pages.rotary(texts, rows, model.inv_freq, buffers.rotary)
             shape = self._shape(len(texts.stored))
-            whole.run(self.stacked, self.pages.storage, texts, rows, shape, buffers)
+            whole.run(self.few, self.pages.storage, texts, rows, shape, buffers)
             return
         pages.rotary(texts, rows, model.inv_freq, buffers.attention.rotary)
         run = self._run_few if len(given[0]) <= skinny.MOST_ROWS else self._run_many
@@ -152,7 +173,7 @@ class PackedModel:
 
     def _run_few(self, texts: Texts, rows: Rows, buffers: Buffers) -> None:
         stream, eps = buffers.stream, self.model.config.norm_eps
-        for layer, stored, norm in zip(self.layers, self.cache, self._following(), strict=True):
+        for layer, stored, norm in zip(self.few_layers, self.cache, self._following(), strict=True):
             skinny.project(stream, layer.qkv, eps, buffers.parts)
             pages.attend(buffers.parts, stored, texts, layer.heads, rows, buffers.attention, buffers.attended)
             skinny.add(buffers.attended, layer.out, buffers.sums, layer.norms[1], stream)
@@ -164,11 +185,11 @@ class PackedModel:
         (x, normed, _), eps = buffers.stream, self.model.config.norm_eps
         rowwise.add_norm(x, None, self.layers[0].norms[0], eps, normed)
         for layer, stored, norm in zip(self.layers, self.cache, self._following(), strict=True):
-            torch.mm(normed, layer.qkv.T, out=buffers.parts[0])
+            torch.mm(normed, layer.qkv.values.T, out=buffers.parts[0])
             pages.attend(buffers.parts, stored, texts, layer.heads, rows, buffers.attention, buffers.attended)
-            rowwise.add_norm(x, buffers.attended @ layer.out.T, layer.norms[1], eps, normed)
-            rowwise.gate(normed @ layer.gate_up.T, buffers.inner)
-            rowwise.add_norm(x, buffers.inner @ layer.down.T, norm, eps, normed)
+            rowwise.add_norm(x, buffers.attended @ layer.out.values.T, layer.norms[1], eps, normed)
+            rowwise.gate(normed @ layer.gate_up.values.T, buffers.inner)
+            rowwise.add_norm(x, buffers.inner @ layer.down.values.T, norm, eps, normed)
 
     def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
         """Keys and values of whole prompts `ids` (R, L), from their first token on, into the pages that `table` names
@@ -176,18 +197,18 @@ class PackedModel:
         model, (rows, length) = self.model, ids.shape
         heads, eps = self.layers[0].heads, model.config.norm_eps
         x = model.embed_tokens(ids.flatten()).detach()
-        normed, inner = torch.empty_like(x), x.new_empty(len(x), len(self.layers[0].gate_up) // 2)
+        normed, inner = torch.empty_like(x), x.new_empty(len(x), len(self.layers[0].gate_up.values) // 2)
         q, k, v = (x.new_empty(rows, length, count, heads.width) for count in (heads.heads, *(heads.kv_heads,) * 2))
         rowwise.add_norm(x, None, self.layers[0].norms[0], eps, normed)
         for number, (layer, stored, norm) in enumerate(zip(self.layers, self.cache, self._following(), strict=True)):
-            rowwise.spread(normed @ layer.qkv.T, layer.heads, model.inv_freq, (q, k, v), stored, table)
+            rowwise.spread(normed @ layer.qkv.values.T, layer.heads, model.inv_freq, (q, k, v), stored, table)
             if number == len(self.layers) - 1:
                 return  # nobody asks for what comes after the last keys and values
             seen = attend_rows(q.transpose(1, 2), (k.transpose(1, 2), v.transpose(1, 2)), None, block_size)
             attended = seen.transpose(1, 2).reshape(rows * length, -1)
-            rowwise.add_norm(x, attended @ layer.out.T, layer.norms[1], eps, normed)
-            rowwise.gate(normed @ layer.gate_up.T, inner)
-            rowwise.add_norm(x, inner @ layer.down.T, norm, eps, normed)
+            rowwise.add_norm(x, attended @ layer.out.values.T, layer.norms[1], eps, normed)
+            rowwise.gate(normed @ layer.gate_up.values.T, inner)
+            rowwise.add_norm(x, inner @ layer.down.values.T, norm, eps, normed)
 
     def _following(self) -> list[Tensor]:
         """The norm after each layer."""
@@ -206,7 +227,7 @@ class PackedModel:
         if tokens.numel() > skinny.MOST_ROWS or len(buffers.stream.x) > skinny.MOST_ROWS:
             hidden = self.hidden(buffers)[tokens.flatten()]
             return likeliest(self.model.head(hidden), tokens.shape, runner_up=True)
-        head, eps = self.model.head(buffers.stream.x), self.model.config.norm_eps
-        partial = pick.new_partial(tokens.numel(), len(head.weight), tokens.device)
-        found = pick.pick(buffers.stream, tokens.flatten(), head.weight.detach(), head.vocabulary, eps, partial)
+        blank, eps = self.model.blank_id, self.model.config.norm_eps
+        partial = pick.new_partial(tokens.numel(), blank, tokens.device)
+        found = pick.pick(buffers.stream, tokens.flatten(), self.head, blank, eps, partial)
         return Prediction(*(part.view(tokens.shape) for part in found))

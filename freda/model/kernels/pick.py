@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freda.model.kernels.skinny import HEAD, Stream
+from freda.model.kernels.skinny import HEAD, Matrix, Stream
 
 
 class Partial(NamedTuple):
@@ -33,19 +33,20 @@ def new_partial(tokens: int, rows: int, device: torch.device) -> Partial:
 
 
 def pick(
-    stream: Stream, tokens: Tensor, weight: Tensor, vocabulary: int, eps: float, partial: Partial
+    stream: Stream, tokens: Tensor, matrix: Matrix, vocabulary: int, eps: float, partial: Partial
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Best id, probability, second id and its probability of `tokens` (T,), which number the tokens of the stream."""
-    count, tiles = len(tokens), partial.sums.shape[0]
+    (weight, scales), count, tiles = matrix, len(tokens), partial.sums.shape[0]
     inner = stream.x.shape[1]
     _scan[(tiles,)](
-        *(stream.scaled, weight, stream.squares, tokens, *partial),
+        *(stream.scaled, weight, stream.scaled if scales is None else scales, stream.squares, tokens, *partial),
         *(count, stream.x.shape[0], weight.shape[0], vocabulary, inner, eps, len(stream.squares)),
         BM=max(16, triton.next_power_of_2(count)),
         BN=HEAD.tile,
         BK=HEAD.chunk,
         TILES=triton.next_power_of_2(len(stream.squares)),
         STAGES=HEAD.stages,
+        INT8=scales is not None,
         num_warps=4,
     )
     ids = torch.empty(2, count, dtype=torch.int64, device=weight.device)
@@ -56,8 +57,9 @@ def pick(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scan(  # type: ignore[no-untyped-def]
-    A, W, SQUARES, TOKENS, LOGITS, IDS, SUMS, count, all_tokens, rows, vocabulary, inner, eps, tiles,
+    A, W, SCALES, SQUARES, TOKENS, LOGITS, IDS, SUMS, count, all_tokens, rows, vocabulary, inner, eps, tiles,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
@@ -68,7 +70,10 @@ def _scan(  # type: ignore[no-untyped-def]
     logits = tl.zeros((BN, BM), tl.float32)
     for at in tl.range(0, inner, BK, num_stages=STAGES):
         a = tl.load(given + at, mask=real[None, :], other=0.0)
-        logits = tl.dot(tl.load(weight + at, eviction_policy="evict_first"), a, logits)
+        w = tl.load(weight + at, eviction_policy="evict_first").to(A.dtype.element_ty)
+        logits = tl.dot(w, a, logits)
+    if INT8:
+        logits = logits * tl.load(SCALES + tl.minimum(n, rows - 1))[:, None]
     t = tl.arange(0, TILES)
     kept = (t < tiles)[:, None] & real[None, :]
     squares = tl.load(SQUARES + t[:, None] * all_tokens + token[None, :], mask=kept, other=0.0)

@@ -61,17 +61,24 @@ def embed(ids: Tensor, alpha: Tensor, table: Tensor, blank_id: int, norm: Tensor
     )
 
 
-def project(stream: Stream, weight: Tensor, eps: float, out: Tensor) -> None:
+class Matrix(NamedTuple):
+    """A weight (N, K): its numbers, or int8 and a scale for each row."""
+
+    values: Tensor
+    scales: Tensor | None = None  # (N,) fp32
+
+
+def project(stream: Stream, weight: Matrix, eps: float, out: Tensor) -> None:
     """The normed stream times weight.T, in parts: their sum over the first dimension of `out` (S, M, N) is it."""
     _launch(stream.scaled, weight, out, PROJECT._replace(splits=len(out)), stream=stream, eps=eps, mode=0)
 
 
-def gate(stream: Stream, weight: Tensor, eps: float, out: Tensor) -> None:
+def gate(stream: Stream, weight: Matrix, eps: float, out: Tensor) -> None:
     """silu(normed · gate.T) · (normed · up.T) into `out` (M, N); `weight` is gate over up, (2N, D)."""
     _launch(stream.scaled, weight, out, GATE, stream=stream, eps=eps, mode=1)
 
 
-def add(x: Tensor, weight: Tensor, scratch: Scratch, norm: Tensor, stream: Stream) -> None:
+def add(x: Tensor, weight: Matrix, scratch: Scratch, norm: Tensor, stream: Stream) -> None:
     """stream.x += x · weight.T, rescaled for a norm of weight `norm` to come."""
     _launch(x, weight, norm, RESIDUAL, stream=stream, eps=0.0, mode=2, scratch=scratch)
 
@@ -91,7 +98,7 @@ def new_scratch(tokens: int, width: int, device: torch.device) -> Scratch:
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    matrix: Matrix,
     out: Tensor,
     plan: Plan,
     *,
@@ -100,12 +107,14 @@ def _launch(
     mode: int,
     scratch: Scratch | None = None,
 ) -> None:
+    weight, scales = matrix
     tokens, inner = x.shape
     rows = weight.shape[0] // 2 if mode == 1 else weight.shape[0]
     assert tokens <= MOST_ROWS and inner % plan.chunk == 0 and rows % plan.tile == 0, (x.shape, weight.shape)
     parts, counts = scratch or (out, out)
     _skinny[(rows // (plan.tile // 2 if mode == 1 else plan.tile), plan.splits)](
-        *(x, weight, out, *stream, parts, counts, tokens, rows, inner, eps, len(stream.squares)),
+        *(x, weight, x if scales is None else scales, out, *stream, parts, counts),
+        *(tokens, rows, inner, eps, len(stream.squares)),
         MODE=mode,
         SPLITS=plan.splits,
         BM=max(16, triton.next_power_of_2(tokens)),
@@ -114,6 +123,7 @@ def _launch(
         TILES=triton.next_power_of_2(len(stream.squares)),
         STAGES=plan.stages,
         TALL=plan.tile >= 64,
+        INT8=scales is not None,
         num_warps=plan.warps,
     )
 
@@ -142,9 +152,9 @@ def _embed(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
-    A, W, OUT, X, SCALED, SQUARES, PARTS, COUNTS, tokens, rows, inner, eps, tiles,
+    A, W, SCALES, OUT, X, SCALED, SQUARES, PARTS, COUNTS, tokens, rows, inner, eps, tiles,
     MODE: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, TALL: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, TALL: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
@@ -160,10 +170,12 @@ def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
     total = tl.zeros((BN, BM) if TALL else (BM, BN), tl.float32)
     for at in tl.range(first, last, BK, num_stages=STAGES):
         a = tl.load(given + at, mask=real[None, :], other=0.0)
-        w = tl.load(weight + at, eviction_policy="evict_first")
+        w = tl.load(weight + at, eviction_policy="evict_first").to(A.dtype.element_ty)
         total = tl.dot(w, a, total) if TALL else tl.dot(tl.trans(a), tl.trans(w), total)
     if not TALL:
         total = tl.trans(total)
+    if INT8:
+        total = total * tl.load(SCALES + n)[:, None]
     place = m[None, :] * rows + n[:, None]
     if MODE < 2:  # of a normed stream
         t = tl.arange(0, TILES)

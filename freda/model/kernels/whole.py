@@ -39,6 +39,7 @@ class Stacked(NamedTuple):
     q_norms: Tensor | None  # (L, width)
     k_norms: Tensor | None
     biases: Tensor | None  # (L, ·)
+    scales: tuple[Tensor, ...] = ()  # of the first four, (L, ·) each, where these are int8
 
 
 class Memory(NamedTuple):
@@ -68,9 +69,9 @@ class Shape(NamedTuple):
     programs: int
 
 
-def new_memory(weights: Stacked, requests: int, rows: Rows, shape: Shape) -> Memory:
-    """For forwards over the new tokens of so many requests."""
-    device, dtype = weights.out.device, weights.out.dtype
+def new_memory(weights: Stacked, requests: int, rows: Rows, shape: Shape, dtype: torch.dtype) -> Memory:
+    """For forwards over the new tokens of so many requests, whose stream is of `dtype`."""
+    device = weights.out.device
     tokens, width = requests * rows.tokens, weights.out.shape[1]
     slots = requests * shape.kv_heads * (shape.splits + 1) * _query_rows(shape, rows)
 
@@ -119,6 +120,7 @@ def run(weights: Stacked, storage: Tensor, texts: Texts, rows: Rows, shape: Shap
     _whole[(shape.programs,)](
         *(*memory.stream, memory.qkv, memory.attended, memory.inner, *memory.rotary, memory.part, memory.lse),
         *(memory.sums, memory.counts, memory.heads_there, memory.met, *weights[:6], *norms, storage, *texts),
+        *(weights.scales or (some,) * 4),
         *(tokens, len(texts.stored), len(weights.qkv), texts.table.stride(0)),
         *(storage.stride(0), storage.stride(1), shape.eps),
         D=width,
@@ -143,6 +145,7 @@ def run(weights: Stacked, storage: Tensor, texts: Texts, rows: Rows, shape: Shap
         STAGES=STAGES,
         SLOTS=_slots(weights, shape),
         AHEAD=storage.is_cuda,
+        INT8=bool(weights.scales),
         num_warps=8,
     )
 
@@ -196,12 +199,15 @@ def _ask_ahead(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _finish(  # type: ignore[no-untyped-def]
-    total, tile, OUT, X, SCALED, SQUARES, NEXT_NORM, tokens, eps,
+    total, tile, SCALES, OUT, X, SCALED, SQUARES, NEXT_NORM, tokens, eps,
     ROWS: tl.constexpr, MODE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """What becomes of a tile of a product, (TILE, BM), that is complete."""
     m, n = tl.arange(0, BM), _rows_of(tile, ROWS, MODE, TILE)
     real = m < tokens
+    if INT8:
+        total = total * tl.load(SCALES + n)[:, None]
     if MODE < 2:
         TILES: tl.constexpr = D // TILE
         t = tl.arange(0, 64)
@@ -230,9 +236,10 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    A, W, OUT, X, SCALED, SQUARES, NEXT_NORM, SUMS, COUNTS, tokens, eps,
+    A, W, SCALES, OUT, X, SCALED, SQUARES, NEXT_NORM, SUMS, COUNTS, tokens, eps,
     ROWS: tl.constexpr, INNER: tl.constexpr, MODE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr,
     TILE: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SLOTS: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """This program's units of a product.
 
@@ -253,6 +260,7 @@ def _product(  # type: ignore[no-untyped-def]
         tile, chunk = unit // CHUNKS, unit % CHUNKS
         n = _rows_of(tile, ROWS, MODE, TILE)
         w = tl.load(W + n[:, None].to(tl.int64) * INNER + chunk * BK + k[None, :], eviction_policy="evict_first")
+        w = w.to(A.dtype.element_ty)
         a = tl.load(A + m[None, :] * INNER + chunk * BK + k[:, None], mask=real[None, :], other=0.0)
         total = tl.dot(w, a, total)
         if (chunk == CHUNKS - 1) | (unit == end - 1):
@@ -271,19 +279,22 @@ def _product(  # type: ignore[no-untyped-def]
                     part = tl.load(SUMS + slot * TILE * BM + place, cache_modifier=".cg")
                     parts += tl.where(first + further <= last, part, 0.0)
                 tl.atomic_xchg(COUNTS + tile, 0)
-                _finish(parts, tile, OUT, X, SCALED, SQUARES, NEXT_NORM, tokens, eps, ROWS, MODE, D, BM, TILE)
+                _finish(
+                    parts, tile, SCALES, OUT, X, SCALED, SQUARES, NEXT_NORM, tokens, eps, ROWS, MODE, D, BM, TILE, INT8
+                )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _whole(  # type: ignore[no-untyped-def]
     X, SCALED, SQUARES, QKV, ATTENDED, INNER, COS, SIN, PART, LSE, SUMS, COUNTS, HEADS_THERE, MET,
     WQKV, WOUT, WGATE, WDOWN, NORMS, POST, QNORM, KNORM, BIASES, STORAGE, TABLE, STORED, PENDING,
+    SQKV, SOUT, SGATE, SDOWN,
     tokens, requests, layers, table_step, layer_step, value_step, eps,
     D: tl.constexpr, F: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr,
     COMMIT: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, NORM: tl.constexpr,
     BIAS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, SLOTS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * HALF
     WIDTH: tl.constexpr = (H + 2 * KV) * C
@@ -294,8 +305,8 @@ def _whole(  # type: ignore[no-untyped-def]
         at = tl.full((), 0, tl.int64) + layer
         gate, out, down = WGATE + at * 2 * F * D, WOUT + at * D * H * C, WDOWN + at * D * F
         _product(
-            SCALED, WQKV + at * WIDTH * D, QKV, X, SCALED, SQUARES, NORMS, SUMS, COUNTS, tokens, eps,
-            WIDTH, D, 0, D, P, BM, TILE, CHUNK, STAGES, SLOTS,
+            SCALED, WQKV + at * WIDTH * D, SQKV + at * WIDTH, QKV, X, SCALED, SQUARES, NORMS, SUMS, COUNTS, tokens, eps,
+            WIDTH, D, 0, D, P, BM, TILE, CHUNK, STAGES, SLOTS, INT8,
         )  # fmt: skip
         if AHEAD:
             _ask_ahead(out, D, H * C, 2, P, TILE, CHUNK)
@@ -313,24 +324,24 @@ def _whole(  # type: ignore[no-untyped-def]
         meeting += P
         _meet(MET, meeting)
         _product(
-            ATTENDED, out, QKV, X, SCALED, SQUARES, POST + at * D, SUMS, COUNTS, tokens, eps,
-            D, H * C, 2, D, P, BM, TILE, CHUNK, STAGES, SLOTS,
+            ATTENDED, out, SOUT + at * D, QKV, X, SCALED, SQUARES, POST + at * D, SUMS, COUNTS, tokens, eps,
+            D, H * C, 2, D, P, BM, TILE, CHUNK, STAGES, SLOTS, INT8,
         )  # fmt: skip
         if AHEAD:
             _ask_ahead(gate, F, D, 1, P, TILE, CHUNK)
         meeting += P
         _meet(MET, meeting)
         _product(
-            SCALED, gate, INNER, X, SCALED, SQUARES, NORMS, SUMS, COUNTS, tokens, eps,
-            F, D, 1, D, P, BM, TILE, CHUNK, STAGES, SLOTS,
+            SCALED, gate, SGATE + at * 2 * F, INNER, X, SCALED, SQUARES, NORMS, SUMS, COUNTS, tokens, eps,
+            F, D, 1, D, P, BM, TILE, CHUNK, STAGES, SLOTS, INT8,
         )  # fmt: skip
         if AHEAD:
             _ask_ahead(down, D, F, 2, P, TILE, CHUNK)
         meeting += P
         _meet(MET, meeting)
         _product(
-            INNER, down, QKV, X, SCALED, SQUARES, NORMS + (at + 1) * D, SUMS, COUNTS, tokens, eps,
-            D, F, 2, D, P, BM, TILE, CHUNK, STAGES, SLOTS,
+            INNER, down, SDOWN + at * D, QKV, X, SCALED, SQUARES, NORMS + (at + 1) * D, SUMS, COUNTS, tokens, eps,
+            D, F, 2, D, P, BM, TILE, CHUNK, STAGES, SLOTS, INT8,
         )  # fmt: skip
         if AHEAD and layer + 1 < layers:
             _ask_ahead(WQKV + (at + 1) * WIDTH * D, WIDTH, D, 0, P, TILE, CHUNK)
