@@ -67,7 +67,7 @@ def _backward(upstream: Tensor, given: list[Tensor], out: Tensor, lse: Tensor, b
     standing = _on_diagonal(q, keys, values, shift)
     causal = _causal_backward(upstream[:, :, shift:], *standing, out[:, :, shift:], lse[:, :, shift:])
     if own is None and block == 1:
-        return [laid_out(part) for part in causal]
+        return [laid_out(part.to(q.dtype)) for part in causal]
     found = _gradients(upstream, q, (keys, values), own, (out, lse), causal, block)
     return [part for part in found if part is not None]
 
@@ -110,6 +110,8 @@ def _on_diagonal(q: Tensor, keys: Tensor, values: Tensor, shift: int) -> tuple[T
 
 
 # -- the causal part: cuDNN's, or written out -------------------------------------------------------------------------
+# What is written out computes in fp32, whatever it is given, as the kernels do: a logsumexp of 8 bits would be wrong by
+# some percent of the softmax.
 
 
 def _causal(q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,10 +119,9 @@ def _causal(q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, keys, values, None, True, 0.0, True, False)
         return out, lse.flatten(2)
-    keys, values = _for_all_heads(q, keys), _for_all_heads(q, values)
     scores = _causal_scores(q, keys)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ values, lse
+    return ((scores - lse[..., None]).exp() @ _for_all_heads(q, values)).to(q.dtype), lse
 
 
 def _causal_backward(
@@ -135,18 +136,22 @@ def _causal_backward(
             *(None, None, None, length, length, 0.0, True),
         )
         return found
-    p = (_causal_scores(q, _for_all_heads(q, keys)) - lse[..., None]).exp()
+    p = (_causal_scores(q, keys) - lse[..., None]).exp()
     return _part_gradients(upstream, q, (keys, values), p, out)
 
 
 def _causal_scores(q: Tensor, keys: Tensor) -> Tensor:
     beyond = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    scores: Tensor = (q @ keys.transpose(-1, -2)) * q.shape[-1] ** -0.5
-    return scores.masked_fill(beyond, float("-inf"))
+    return _scores(q, keys).masked_fill(beyond, float("-inf"))
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    scores: Tensor = q.float() @ _for_all_heads(q, keys).transpose(-1, -2) * q.shape[-1] ** -0.5
+    return scores
 
 
 def _for_all_heads(q: Tensor, part: Tensor) -> Tensor:
-    return part.repeat_interleave(q.shape[1] // part.shape[1], dim=1)
+    return part.float().repeat_interleave(q.shape[1] // part.shape[1], dim=1)
 
 
 # -- what is merged into it: a kernel, or written out -----------------------------------------------------------------
@@ -169,7 +174,7 @@ def _gradients(
 
         return staircase.gradients(upstream, q, clean, own, found, causal, block)
     plain = plain_gradients(upstream, q, clean, own, found, causal, block)
-    return tuple(None if part is None else laid_out(part) for part in plain)
+    return tuple(None if part is None else laid_out(part.to(q.dtype)) for part in plain)
 
 
 def _missing(length: int, block: int, shift: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -194,14 +199,12 @@ def plain_merge(
     outs = [torch.nn.functional.pad(causal[0], (0, 0, shift, 0))]
     sums = [torch.nn.functional.pad(causal[1], (shift, 0), value=float("-inf"))]
     for (keys, values), seen in parts:
-        scores = (q @ _for_all_heads(q, keys).transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+        scores = _scores(q, keys).masked_fill(~seen, float("-inf"))
         outs.append(scores.softmax(-1).nan_to_num(0.0) @ _for_all_heads(q, values))
         sums.append(scores.logsumexp(-1))
     lse = torch.stack(sums).logsumexp(0)
-    mixed = sum(
-        (out * (part - lse).exp()[..., None] for out, part in zip(outs, sums, strict=True)), torch.zeros_like(q)
-    )
-    return mixed, lse
+    mixed = sum((out * (part - lse).exp()[..., None] for out, part in zip(outs, sums, strict=True)), torch.zeros(()))
+    return mixed.to(q.dtype), lse
 
 
 def plain_gradients(
@@ -222,8 +225,7 @@ def plain_gradients(
         *(torch.nn.functional.pad(part, (0, 0, 0, shift)) for part in causal[1:]),
     ]
     for number, (part, seen) in enumerate([(clean, right), *([(own, same)] if own is not None else [])]):
-        scores = q @ _for_all_heads(q, part[0]).transpose(-1, -2) * q.shape[-1] ** -0.5
-        p = (scores - lse[..., None]).exp().masked_fill(~seen, 0.0)
+        p = (_scores(q, part[0]) - lse[..., None]).exp().masked_fill(~seen, 0.0)
         for_q, for_keys, for_values = _part_gradients(upstream, q, part, p, out)
         total[0] = total[0] + for_q
         if number == 0:
@@ -239,10 +241,11 @@ def _part_gradients(
     """What some keys with probabilities `p` (R, H, L, K) contribute to the gradients of queries, keys and values."""
     keys, values = part
     scale, group = q.shape[-1] ** -0.5, q.shape[1] // keys.shape[1]
+    upstream, out, wide = upstream.float(), out.float(), q.float()
     ds = p * (upstream @ _for_all_heads(q, values).transpose(-1, -2) - (upstream * out).sum(-1, keepdim=True)) * scale
 
     def shared(whole: Tensor) -> Tensor:
         rows, heads, length, width = whole.shape
         return whole.view(rows, heads // group, group, length, width).sum(2)
 
-    return ds @ _for_all_heads(q, keys), shared(ds.transpose(-1, -2) @ q), shared(p.transpose(-1, -2) @ upstream)
+    return ds @ _for_all_heads(q, keys), shared(ds.transpose(-1, -2) @ wide), shared(p.transpose(-1, -2) @ upstream)
