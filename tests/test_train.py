@@ -202,6 +202,28 @@ def test_an_error_of_the_prefetching_thread_ends_the_run_with_its_last_state_sav
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("name", ["autoregressive", "self-refine"])
+def test_attention_changes_no_loss(name: str, shards: Path, tmp_path: Path) -> None:
+    """Rows of one document and packed ones by turns, a validation of both: the staircase is the dense mask."""
+    settings = config(shards, name, group_rows=1, attention="staircase")
+    settings = replace(settings, model=replace(settings.model, head_dim=64), data=replace(settings.data, seq_len=64))
+    run = loop.setup(settings)
+    kinds = {batch.one_document for step in range(settings.train.steps) for batch in loop.read_batches(run, step)}
+    assert run.model.backend == "staircase" and kinds == {True, False}
+    found = []
+    for attention in ("staircase", "sdpa"):
+        chosen = replace(settings, train=replace(settings.train, attention=attention))  # type: ignore[arg-type]
+        end = start(tmp_path / attention, chosen)
+        found.append([end.validation["loss"], *(number for line in losses(tmp_path / attention) for number in line)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_cpu_does_not_train_with_flex(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(FredaError, match=r"train\.attention is flex, which does not train on a cpu; use auto"):
+        loop.train(config(shards, attention="flex", device="cpu"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_passes_are_uniform_and_spread_over_the_groups() -> None:
     drawn = [pass_numbers(1, step, 6, 3) for step in range(300)]
     assert all(Counter(counts) == {1: 2, 2: 2, 3: 2} for counts in drawn), "stratified within a step"

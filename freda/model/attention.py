@@ -3,7 +3,8 @@
 `sdpa` builds the dense mask and works everywhere, backward included. `flex` evaluates `masks.visible` from the vectors
 inside the kernel, tile by tile, and skips tiles in which nothing is visible; on CPU it has no backward. Finding those
 tiles is compiled too where the mask is large: 0.4 instead of 31 ms for 4,096 drafted tokens over 8,192 keys on an H200,
-and no dense mask. `staircase` is flex but for whole rows of one document, which it does without a mask.
+and no dense mask. `staircase` needs no mask for whole rows of one document; other rows are flex's on CUDA and, so that
+they have a backward, dense elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from freda.errors import require
 from freda.model import masks
 from freda.model.masks import Tokens
 from freda.model.staircase import Staircase, attend_rows
@@ -38,7 +40,7 @@ FLEX_OPTIONS = {
 
 def make_mask(query: Tokens, key: Tokens, backend: Backend) -> Mask:
     """The mask of one forward, built once and shared by all layers."""
-    if backend == "sdpa":
+    if backend == "sdpa" or (backend == "staircase" and not query.document.is_cuda):
         return masks.dense(query, key)[:, None]  # (R, 1, Q, K)
 
     def visible(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -82,7 +84,9 @@ def _find_tiles(compiled: bool) -> Callable[..., BlockMask]:
 
 
 def pick_backend(name: Literal["auto", "sdpa", "flex", "staircase"], device: torch.device) -> Backend:
-    """Resolve `auto`: staircase on CUDA, sdpa elsewhere."""
+    """The backend of a training: resolves `auto` to staircase on CUDA, to sdpa elsewhere."""
+    cuda = device.type == "cuda"
+    require(cuda or name != "flex", f"train.attention is flex, which does not train on a {device.type}; use auto")
     if name == "auto":
-        return "staircase" if device.type == "cuda" else "sdpa"
+        return "staircase" if cuda else "sdpa"
     return name

@@ -79,7 +79,6 @@ def setup(config: Config, resume_from: Path | None = None, ranks: Ranks = Ranks(
     """Model, data and optimizer of a run, checked against each other; the weights of a checkpoint to resume from."""
     device = pick_device(config.train.device)
     run, origin = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
-    run.model.backend = pick_backend(config.train.attention, device)
     if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
         compile_layers(run.model, config.train.activations)
     if ranks.world > 1:
@@ -144,6 +143,7 @@ def _assemble(config: Config, resume_from: Path | None, device: torch.device, ra
         f"method.block_size {block} does not divide the shards' align {align}; prepare them with align={block}",
     )
     model, tokenizer, origin = _initial_model(config, resume_from)
+    model.backend = pick_backend(config.train.attention, device)
     rows.check_tokenizer(tokenizer)
     method = METHODS[config.method.name]
     if method.SCORES:
