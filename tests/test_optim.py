@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
-from freda.config import Config, CorpusConfig, DataConfig, ModelConfig, TrainConfig
+from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
 from freda.data.prepare import prepare_corpus
+from freda.model import kernels
 from freda.model.transformer import Transformer
+from freda.model.weights import load_model
 from freda.train import loop, setup
-from freda.train.optim import adamw_rates, total_norm
+from freda.train.optim import adamw_rates, clip_and_update, make_optimizer, total_norm
 from freda.train.parallel import Root
 from tests.conftest import tiny_model
 
@@ -37,8 +43,10 @@ for size, scale in ((5, 1.0), (5000, 0.25)):
     for one, other in ((ours, weight.detach()), (moments[0], state["exp_avg"]), (moments[1], state["exp_avg_sq"])):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert torch.equal(copy, ours.half())
-    without = weight.detach().clone()
+    without = weight.detach().clone()  # a weight that has no copy
     adamw.update(without, None, gradient, moments, adamw_rates(plain.param_groups[0], 4.0, scale))
+    plain.step()
+    torch.testing.assert_close(without, weight.detach(), rtol=1e-5, atol=1e-6)
 print("equal")
 """
 
@@ -90,6 +98,137 @@ def test_copies_follow_their_weights() -> None:
     root.in_bfloat16(sum_of_weights)
     assert torch.equal(copies[model.norm.weight], model.norm.weight.bfloat16())
     assert all(weight.grad is not None and weight.grad.unique().tolist() == [2] for weight in model.parameters())
+
+
+# -- the update of weights and copies together, with a plain function for the kernel ----------------------------------
+
+
+def plain_update(
+    weight: Tensor, copy: Tensor | None, gradient: Tensor, moments: tuple[Tensor, Tensor], rates: tuple[float, ...]
+) -> None:
+    """What the kernel does. It writes through `data`, as unseen by versions as a kernel."""
+    scale, beta1, beta2, keep, step_size, root, eps = rates
+    first, second, wide = moments[0].data, moments[1].data, gradient.float() * scale
+    first.lerp_(wide, 1 - beta1)
+    second.mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
+    weight.data.mul_(keep).sub_(step_size * first / (second.sqrt() * root + eps))
+    if copy is not None:
+        copy.data.copy_(weight.data)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(update=plain_update)
+    monkeypatch.setitem(sys.modules, "freda.model.kernels.adamw", module)
+    monkeypatch.setattr(kernels, "adamw", module, raising=False)
+
+
+@pytest.fixture
+def updating(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs on a CPU do as those on a GPU."""
+    monkeypatch.setattr(setup.Run, "updates_copies", True)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus") / "data"
+    prepare_corpus(CorpusConfig(problems=60, validation_problems=8, vocab_size=280), folder)
+    return folder
+
+
+def config(shards: Path, init: str = "", **train: object) -> Config:
+    """A run in bf16 with one group a step: from the seed, or, from a model, of a scorer with a layer of its own."""
+    settings = {"steps": 4, "batch_rows": 2, "group_rows": 2, "lr": 3e-3, "warmup_steps": 1, "log_every": 1, **train}
+    shape = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48)
+    return Config(
+        model=ModelConfig() if init else shape,
+        data=DataConfig(path=str(shards), seq_len=64),
+        method=MethodConfig(name="best-of-n", scorer_layer=True) if init else MethodConfig(),
+        train=TrainConfig(init=init, validation_rows=4, dtype="bfloat16", clip=0.5, **settings),  # type: ignore[arg-type]
+    )
+
+
+def test_a_weight_and_its_copy_take_the_librarys_step(kernel: None) -> None:
+    """Clipped or not; a weight without a copy has its own gradient, one without a gradient is left alone."""
+    weights = [torch.nn.Parameter(torch.full((3,), float(number))) for number in range(3)]
+    twins = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    ours, library = (torch.optim.AdamW(part, lr=0.1, weight_decay=0.3) for part in (weights, twins))
+    copies = {weight: weight.detach().bfloat16() for weight in (weights[0], weights[2])}
+    for norm in (4.0, 0.25, 0.25):
+        gradient = torch.randn(3).bfloat16()
+        copies[weights[0]].grad, weights[1].grad = gradient, gradient.float()
+        for twin in twins[:2]:
+            twin.grad = gradient.float() * min(1.0, 1 / norm)
+        clip_and_update(ours, [gradient], norm, 1.0, copies)
+        library.step()
+    for weight, twin in zip(weights, twins, strict=True):
+        torch.testing.assert_close(weight, twin, rtol=1e-5, atol=1e-6)
+    assert torch.equal(copies[weights[0]], weights[0].detach().bfloat16()) and not ours.state[weights[2]]
+
+
+def test_gradients_below_the_limit_are_not_scaled_up() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([0.3, 0.4])
+    clip_and_update(torch.optim.AdamW([weight]), [weight.grad], 0.5, 1.0)
+    assert weight.grad.tolist() == pytest.approx([0.3, 0.4])
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_training_keeps_weights_and_copies_together(
+    scores: bool, shards: Path, tmp_path: Path, updating: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage II too, whose backbone is frozen: the losses are those of widened gradients in the library's optimizer."""
+    init = str(loop.train(config(shards, steps=1), tmp_path / "base").checkpoint) if scores else ""
+    found = []
+    for together in (True, False):
+        monkeypatch.setattr(setup.Run, "updates_copies", together)
+        run = loop.setup(config(shards, init))
+        before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+        losses = []
+        for step in range(4):
+            losses += [loop.take_step(run, step)["loss"], loop.validate(run)["loss"]]
+            for weight, copy in run.root.copies.items():
+                assert torch.equal(copy, weight.bfloat16()) and copy.requires_grad == weight.requires_grad
+                assert weight.grad is None and copy.grad is None
+        for name, weight in run.model.named_parameters():
+            assert torch.equal(weight, before[name]) == (scores and not name.startswith("scorer.")), name
+            own = name.startswith("scorer.") and not name.startswith("scorer.last_layer.")
+            assert (weight in run.root.copies) != own, "the scorer's own weights stay as they are"
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
+
+
+def test_a_run_with_copies_goes_on_where_it_was(shards: Path, tmp_path: Path, updating: None) -> None:
+    """A checkpoint has the fp32 weights and the moments, and copies are made of those."""
+    loop.train(config(shards, save_every=2), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-4")
+    (tmp_path / "cut" / "latest").write_text("step-2\n")
+    loop.train(loop.resume_run(tmp_path / "cut"), tmp_path / "cut", resume=True)
+    whole, cut = (load_model(tmp_path / name).model.state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in cut.items())
+
+
+def test_copies_do_not_trust_the_librarys_fused_optimizer(shards: Path) -> None:
+    """It writes to weights without raising their versions; so it is with several groups a step on a GPU."""
+    run = loop.setup(config(shards, group_rows=1))
+    run.optimizer = make_optimizer(run.model, run.config.train, fused=True)
+    for step in range(2):
+        loop.take_step(run, step)
+        loop.validate(run)
+        assert all(torch.equal(copy, weight.bfloat16()) for weight, copy in run.root.copies.items())
+
+
+def test_when_copies_are_updated(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = loop.setup(config(shards))
+    assert not run.updates_copies, "the kernel is for GPUs"
+    run.device = torch.device("cuda")
+    assert run.updates_copies
+    for other in ({"group_rows": 1}, {"dtype": "float32"}):
+        train = replace(run.config.train, **other)  # type: ignore[arg-type]
+        assert not replace(run, config=replace(run.config, train=train)).updates_copies, other
+    monkeypatch.setattr(Root, "sharded", True)
+    assert not run.updates_copies
 
 
 @pytest.mark.gpu
