@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,10 @@ def test_plans(tmp_path: Path) -> None:
     one, two = (memory(config, SHAPES["tiny"], gpus) for gpus in (1, 2))
     assert two["states"] * 2 == one["states"] == 16 * all_parameters(SHAPES["tiny"])
     assert two["activations"] * 2 == one["activations"] and one["in all"] == one["states"] + one["activations"]
+    short = replace(config, train=replace(config.train, dtype="bfloat16"))
+    for rows, gpus, size in ((8, 1, 14), (4, 1, 16), (8, 2, 8)):  # one group on one GPU keeps its gradient in bf16
+        grouped = replace(short, train=replace(short.train, group_rows=rows))
+        assert memory(grouped, SHAPES["tiny"], gpus)["states"] == size * all_parameters(SHAPES["tiny"])
     lines = "\n".join(plan_lines(config, gpus=2, tflops=1.0))
     assert "10 steps" in lines and "4 rows on each of 2 GPUs" in lines
     for arguments, message in (

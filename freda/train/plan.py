@@ -14,7 +14,9 @@ from freda.errors import FredaError, require
 from freda.model.shapes import SHAPES, all_parameters
 from freda.train.flops import step_flops, visible_pairs
 
-TFLOPS = 460.0  # of one H200 with the 4B shape, 2 rows of 4,096: 60% of its matmul rate
+# Of one H200 with the 4B shape, 2 rows of 4,096: 60% of its matmul rate. So it was with FlexAttention and the library's
+# AdamW, which packed rows and several processes use; rows of one document on one GPU reach 500 and more.
+TFLOPS = 460.0
 
 
 def plan_lines(config: Config, *, gpus: int, tflops: float, shape_name: str = "") -> list[str]:
@@ -88,7 +90,9 @@ def memory(config: Config, shape: ModelConfig, gpus: int) -> dict[str, float]:
     train, weights = config.train, all_parameters(shape)
     frozen = config.method.name == "best-of-n"
     rows = train.group_rows // gpus
-    states = weights * (4 if frozen else 16) / gpus  # fp32: weight, gradient, two moments
+    short = train.dtype == "bfloat16" and gpus == 1 and train.batch_rows == train.group_rows  # as Run.updates_copies
+    learnt = 14 if short else 16  # fp32: weight, two moments and gradient, which may be bf16
+    states = weights * (4 if frozen else learnt) / gpus
     gathered = 2.0 * weights if train.dtype == "bfloat16" and (gpus == 1 or not train.reshard) else 0.0
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     width = 2 if train.dtype == "bfloat16" else 4
