@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -63,6 +64,22 @@ def test_the_file_tree_of_the_readme_is_complete() -> None:
     for file in sorted((ROOT / "freda").rglob("*.py")):
         if file.name != "__init__.py":
             assert file.name in tree, f"{file.relative_to(ROOT)} is not in the README's file tree"
+
+
+def test_the_training_page_has_the_numbers_of_its_file() -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "results" / "bench-train-h200.json").read_text(encoding="utf-8"))
+    for row in found["steps"]:
+        name, time = f"{row['passes']} pass{'es' * (row['passes'] > 1)}", f"{1e3 * row['seconds']:,.1f}"
+        assert f"| {name} | {time} | {row['tokens_per_s']:,.0f} | {100 * row['share']:.1f}% |" in page
+    for row in found["compare"]:
+        shown = "out of memory" if "error" in row else f"{1e3 * row['seconds']:,.1f}"
+        assert f"| {shown} | " in page or f"({shown} ms, {100 * row['share']:.1f}%)" in page
+    kinds, kernels = found["profile"]["kinds_ms"], {row["name"]: row["ms"] for row in found["profile"]["kernels"]}
+    assert all(f"| {ms:.0f} |\n" in page for ms in kinds.values()) and f"{sum(kinds.values()):.0f} ms of them" in page
+    backward, forward = (next(ms for name, ms in kernels.items() if part in name) for part in ("bprop", "fprop"))
+    added = kernels["_merge"] + kernels["_gradients"]
+    assert f"cuDNN backward {backward:.0f}, forward {forward:.0f}; what a block adds {added:.0f};" in page
 
 
 def test_decisions_cited_in_the_code_are_written_down() -> None:

@@ -260,7 +260,7 @@ def test_a_run_goes_on_with_another_number_of_processes(name: str, folder: Path,
 
 
 def test_bfloat16_is_near_float32(folder: Path, said: object) -> None:
-    """Two processes gather layers in bfloat16 and sum gradients in fp32; one process computes in it under autocast."""
+    """Two processes gather layers in bfloat16 and sum gradients in fp32; one process computes with copies in it."""
     loop.train(config(folder, "self-refine", dtype="bfloat16"), folder / "one" / "bfloat16")
     for line, other in zip(metrics(folder / "one" / "bfloat16"), metrics(folder / "two" / "bfloat16"), strict=True):
         if "loss" in line:

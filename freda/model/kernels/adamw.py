@@ -1,6 +1,6 @@
 """AdamW in one kernel a weight: reads the gradient in whatever precision, writes the fp32 weight, its moments and its
-bf16 copy. 28 bytes a weight; the library's fused update and the casts before and after it move 52, at two thirds of the
-rate. The plain twin is `torch.optim.AdamW`."""
+bf16 copy. 28 bytes a weight, at 3.9 TB/s on an H200; the library's fused update and the casts before and after it move
+40, and 4 more where it clips, itself at 2.9 TB/s. The plain twin is `torch.optim.AdamW`."""
 
 from __future__ import annotations
 
