@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from freda.bench.train import Load, RandomRows, bench_train
+from freda.bench.train import Load, RandomRows, _profile, bench_train, kind_of, make_run
 from freda.cli import run
 from freda.config import MethodConfig
 from freda.errors import FredaError
 from freda.model.rates import about, copy_rate, matmul_rate
 from freda.model.shapes import SHAPES
+from freda.train import loop
 
 
 def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +45,29 @@ def test_random_rows_are_packed_documents() -> None:
     assert batch.document[0].tolist() == [d for d in range(4) for _ in range(16)]
     assert batch.position[1].tolist() == list(range(16)) * 4 and int(batch.tokens.max()) < 500
     assert torch.equal(batch.tokens, RandomRows(load, 500).batch(3, 2).tokens)
+    assert not batch.one_document and RandomRows(replace(load, documents=1), 500).batch(3, 2).one_document
+
+
+def test_a_profile_is_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(SHAPES["tiny"], 64, 1, 1, (3,), MethodConfig(passes=3), 1.0)
+    seen, step = [], loop.take_step
+    monkeypatch.setattr(
+        loop, "take_step", lambda run, number: (seen.append(run.config.method.passes), step(run, number))
+    )
+    found = _profile(make_run(load, torch.device("cpu"), torch.float32), lambda _: None)
+    assert set(seen) == {1} and len(seen) == 2, "one to warm up"
+    times = [kernel["ms"] for kernel in found["kernels"]]
+    assert times == sorted(times, reverse=True)
+
+
+def test_kernels_are_told_by_their_names() -> None:
+    stored = json.loads((Path(__file__).parent.parent / "results" / "bench-train-h200.json").read_text())["profile"]
+    sums = dict.fromkeys(stored["kinds_ms"], 0.0)
+    for kernel in stored["kernels"]:
+        sums[kind_of(kernel["name"])] += kernel["ms"]
+    for kind, ms in stored["kinds_ms"].items():  # the 30 longest kernels are nearly all, but for elementwise ones
+        assert sums[kind] <= ms * 1.0001 and (sums[kind] > 0.95 * ms or kind in ("fused elementwise", "other")), kind
+    assert kind_of("triton_tem_fused_flex_attention_1") == "attention" and kind_of("triton_poi_fused_add") != "other"
 
 
 def test_limits_are_measured() -> None:

@@ -367,6 +367,8 @@ def test_rows_of_one_document_are_known(tmp_path: Path, folder: Path) -> None:
     said = [loader.batch(row, 1) for row in range(loader.rows)]
     assert {batch.one_document for batch in said} == {True, False}
     for batch in said:
-        assert batch.one_document == (int(batch.document.max()) <= 0)
+        assert batch.one_document == (int(batch.document.max()) <= 0) == batch.map(torch.clone).one_document
+    whole, packed = (next(batch for batch in said if batch.one_document == one) for one in (True, False))
+    assert Batch.cat([whole, whole]).one_document and not Batch.cat([whole, packed]).one_document
     both = loader.batch(0, loader.rows)
     assert not both.one_document and both.map(lambda part: part[:1]).tokens.shape == (1, 32)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,10 @@ from torch import Tensor
 
 from freda.config import MethodConfig
 from freda.methods import METHODS
-from freda.methods.draft import clean_mask, draft_mask
+from freda.methods.draft import _is_staircase, clean_mask, draft_mask
 from freda.methods.method import Step
 from freda.model import masks, staircase
-from freda.model.attention import Pair, attend
+from freda.model.attention import Pair, attend, pick_backend
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.staircase import Staircase, fits
 from tests.conftest import packed_batch, tiny_model
@@ -121,6 +123,31 @@ def test_which_rows_are_staircases() -> None:
     for mask in (clean_mask(model, packed, 4), draft_mask(model, packed, 4)):
         assert isinstance(mask, Tensor), "dense, which has a backward on a CPU"
     assert not isinstance(clean_mask(model, whole, 12), Staircase)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cuda", "expected"),
+    [
+        (torch.bfloat16, True, True),
+        (torch.float16, True, True),
+        (torch.float32, True, False),
+        (torch.float32, False, True),
+    ],
+)
+def test_the_causal_kernel_of_a_gpu_is_not_for_fp32(dtype: torch.dtype, cuda: bool, expected: bool) -> None:
+    weight = SimpleNamespace(dtype=dtype, is_cuda=cuda)
+    model: Any = SimpleNamespace(
+        config=tiny_model(head_dim=64).config, embed_tokens=SimpleNamespace(weight=weight), backend="staircase"
+    )
+    assert _is_staircase(model, packed_batch([[64]])._replace(one_document=True), 4) == expected
+
+
+def test_backends_by_device() -> None:
+    assert (
+        pick_backend("auto", torch.device("cuda")) == "staircase"
+        and pick_backend("auto", torch.device("cpu")) == "sdpa"
+    )
+    assert pick_backend("flex", torch.device("cuda")) == "flex"
 
 
 INTERPRETED = """

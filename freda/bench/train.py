@@ -276,6 +276,11 @@ KINDS = (  # of kernels, by a part of their names; the first that fits
 )
 
 
+def kind_of(kernel: str) -> str:
+    """What a kernel of this name does."""
+    return next((kind for kind, parts in KINDS if any(part in kernel for part in parts)), "other")
+
+
 def _profile(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
     """One step with one pass: milliseconds by kind of kernel, and the longest kernels."""
     from torch.profiler import ProfilerActivity, profile
@@ -294,7 +299,7 @@ def _profile(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
     }
     kinds = dict.fromkeys([kind for kind, _ in KINDS] + ["other"], 0.0)
     for name, (time, _) in spent.items():
-        kinds[next((kind for kind, parts in KINDS if any(part in name for part in parts)), "other")] += time
+        kinds[kind_of(name)] += time
     longest = sorted(spent.items(), key=lambda item: -item[1][0])[:30]
     note("profiled a step")
     return {"kinds_ms": kinds, "kernels": [{"name": n[:120], "ms": ms, "calls": c} for n, (ms, c) in longest]}
