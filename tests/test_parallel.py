@@ -56,6 +56,12 @@ def config(folder: Path, name: str, **train: object) -> Config:
     )
 
 
+def whole_rows(folder: Path) -> Config:
+    """A run whose rows are mostly of one document, which attend without a mask."""
+    settings = config(folder, "self-refine", attention="staircase")
+    return replace(settings, model=replace(settings.model, head_dim=64))
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -97,6 +103,7 @@ def train_everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
         begun = folder / "one-two" / name
         loop.train(loop.resume_run(begun), begun, resume=True, ranks=ranks)
     loop.train(config(folder, "self-refine", dtype="bfloat16"), folder / "two" / "bfloat16", ranks=ranks)
+    loop.train(whole_rows(folder), folder / "two" / "staircase", ranks=ranks)
     return {
         "unreadable": _error_of_one_rank(ranks, folder),
         "nan": _nan_of_one_rank(ranks, folder),
@@ -249,6 +256,17 @@ def test_the_ranks_of_a_beam_run_have_unlike_counts(folder: Path) -> None:
         counts.append((int(in_row[:2].sum()), int(in_row[2:].sum())))
     assert any(left != right for left, right in counts if left and right), counts
     assert any(not left and right for left, right in counts) and (0, 0) in counts, counts
+
+
+def test_rows_of_one_document_in_two_processes(folder: Path, said: object) -> None:
+    """One rank may have whole rows in a group and the other packed ones: what they gather is the same."""
+    run = loop.setup(whole_rows(folder))
+    halves = [
+        tuple(run.rows.batch(first + half, 2).one_document for half in (0, 2)) for first in range(0, 8 * STEPS, 4)
+    ]
+    assert {(True, False), (True, True)} <= set(halves), "groups of four rows, two for each rank"
+    loop.train(whole_rows(folder), folder / "one" / "staircase")
+    assert_same_run(folder / "one" / "staircase", folder / "two" / "staircase")
 
 
 @pytest.mark.parametrize("name", ["self-refine", "best-of-n-layer"])
