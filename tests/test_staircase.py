@@ -122,6 +122,7 @@ def test_which_rows_are_staircases() -> None:
     assert draft_mask(model, whole, 4) == Staircase(4, draft=True)
     for mask in (clean_mask(model, packed, 4), draft_mask(model, packed, 4)):
         assert isinstance(mask, Tensor), "dense, which has a backward on a CPU"
+    assert not isinstance(draft_mask(model, packed_batch([[8]])._replace(one_document=True), 8), Staircase)
     assert not isinstance(clean_mask(model, whole, 12), Staircase)
 
 

@@ -225,7 +225,8 @@ def _is_staircase(model: Transformer, batch: Batch, block_size: int) -> bool:
     config, weight = model.config, model.embed_tokens.weight
     fast = weight.dtype in (torch.bfloat16, torch.float16) or not weight.is_cuda  # the causal kernel is not for fp32
     shape_fits = fits(config.heads, config.kv_heads, config.head_dim, block_size)
-    return model.backend == "staircase" and batch.one_document and fast and shape_fits
+    before = batch.tokens.shape[1] > block_size  # a draft of the only block sees no text: nothing for a causal kernel
+    return model.backend == "staircase" and batch.one_document and fast and shape_fits and before
 
 
 def draft_logits(model: Transformer, x: Tensor, clean: CleanHalf) -> Logits:
