@@ -21,6 +21,7 @@ from freda.data.tokenizer import Tokenizer
 from freda.decode import engine
 from freda.decode.batch import Request
 from freda.decode.device import Program
+from freda.decode.engine import EngineConfig
 from freda.decode.generate import generate
 from freda.decode.pages import Pages
 from freda.methods import METHODS
@@ -122,6 +123,41 @@ def test_blocks_close_by_confidence(folder: Path, tmp_path: Path, capsys: pytest
     assert "threshold is 0.0; use a probability above 0" in capsys.readouterr().err
 
 
+def test_kernels_of_a_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "decode", "tiny", "--context", "8", "--new-tokens", "16", "--device", "cpu", "--profile"]
+    assert run([*command, "--out", str(tmp_path / "bench.json")]) == 0
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    times = [kernel["us"] for kernel in row["kernels"]]
+    assert times == sorted(times, reverse=True) and times[0] > 0
+    assert "| kernels of a forward: plain engine, self-refine, batch 1, context 8 |" in capsys.readouterr().out
+
+
+def test_int8_weights_count_a_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine, "_packed_model", plain_machine)
+    shares = []
+    for option in ([], ["--int8"]):
+        out = tmp_path / f"bench{len(option)}.json"
+        command = [
+            "bench",
+            "decode",
+            "tiny",
+            "--context",
+            "8",
+            "--new-tokens",
+            "8",
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+        ]
+        assert run([*command, *option]) == 0
+        (row,) = json.loads(out.read_text())["rows"]
+        assert row["int8"] == bool(option) and row["what"].endswith(f"{', int8' * bool(option)}, self-refine")
+        copied = json.loads(out.read_text())["copy_tb"]
+        shares.append(row["weights_share_of_copy"] / row["forwards_per_s"] * copied)
+    assert shares[1] == pytest.approx(shares[0] / 4, rel=0.02)  # of four bytes of fp32
+
+
 @pytest.mark.parametrize("method", ["self-refine", "best-of-n"])
 def test_no_graph_is_made_while_the_clock_runs(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, warm, build, warm_up = [], [], Program._plain, decode._warm_up
@@ -130,7 +166,7 @@ def test_no_graph_is_made_while_the_clock_runs(method: str, monkeypatch: pytest.
     monkeypatch.setattr(decode, "_warm_up", lambda *given: (warm_up(*given), warm.append(len(made))))
     case = decode.Case(batch=7, context=9, new_tokens=30, passes=3, threshold=0.3, method=method)
     model = loaded(method)._replace(tokenizer=decode.NoText())
-    row = decode._measured(model, case, decode.Limits(1.0, 1.0), print, plain=False)
+    row = decode._measured(model, case, decode.Limits(1.0, 1.0), print, EngineConfig(on_device=True), profile=False)
     assert row["on_device"] and 0 < warm[0] == len(made)
     assert row["tokens_per_s"] / row["forwards_per_s"] < 7 * row["tpf"] * 0.99, "all texts ended together"
 

@@ -82,6 +82,8 @@ def bench_decode(
         ),
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="Weights as int8, where the kernels have few tokens.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Add the time of every kernel in a forward.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
     out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
@@ -91,7 +93,8 @@ def bench_decode(
     from freda.bench.decode import table_lines
 
     sizes = {"batches": batch, "contexts": context, "new_tokens": new_tokens, "passes": passes}
-    rule = {"method": method, "threshold": threshold, "plain": plain, "compare": compare}
+    rule = {"method": method, "threshold": threshold, "compare": compare}
+    rule |= {"plain": plain, "int8": int8, "profile": profile}
     found = measure(model, **sizes, **rule, device=device, dtype=dtype, note=note)  # type: ignore[arg-type]
     _report(found, table_lines(found), out)
 

@@ -27,7 +27,7 @@ from freda.decode.engine import Engine, EngineConfig
 from freda.decode.generate import generate
 from freda.errors import require
 from freda.methods import METHODS
-from freda.model.rates import about, copy_rate, matmul_rate
+from freda.model.rates import about, copy_rate, kernel_times, matmul_rate
 from freda.model.shapes import QWEN3_BLANK, SHAPES, layer_parameters
 from freda.model.transformer import Transformer, pick_device
 from freda.model.weights import DTYPES, LoadedModel, load_model
@@ -84,13 +84,16 @@ def bench_decode(
     method: str,
     compare: bool,
     plain: bool = False,
+    int8: bool = False,
+    profile: bool = False,
     device: str,
     dtype: str,
     note: Note = lambda message: None,
 ) -> dict[str, Any]:
     """Measure all batches × contexts of a shape or a model folder; returns what the table shows.
 
-    The engine has its kernels and graphs where they are made for the model, or is `plain`.
+    The engine has its kernels and graphs where they are made for the model, with weights as `int8` if asked for, or is
+    `plain`.
     """
     place = pick_device(device)
     require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
@@ -100,7 +103,8 @@ def bench_decode(
     methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
     sizes = [Case(b, c, new_tokens, passes, threshold, method) for b in batches for c in contexts]
     cases = [replace(case, method=name) for name in methods for case in sizes]
-    rows = [_measured(loaded, case, limits, note, plain=plain) for case in cases]
+    engine = EngineConfig(on_device=not plain, int8=int8)
+    rows = [_measured(loaded, case, limits, note, engine, profile=profile) for case in cases]
     if compare:
         rows += _hugging_face(loaded, sizes, limits, note)
         rows += [_one_by_one(loaded, case, note) for case in sizes]
@@ -158,16 +162,17 @@ def _warm_up(engine: Engine, case: Case) -> None:
             engine.run([replace(r, passes=1) if r.seed % 2 else r for r in some], method=case.method)
 
 
-def _measured(loaded: LoadedModel, case: Case, limits: Limits, note: Note, *, plain: bool) -> dict[str, Any]:
+def _measured(
+    loaded: LoadedModel, case: Case, limits: Limits, note: Note, config: EngineConfig, *, profile: bool
+) -> dict[str, Any]:
     """The engine: prefill by itself, then steps until all are done."""
     _forget(loaded)
     page = 16 if loaded.method.block_size <= 16 else loaded.method.block_size
     pages = case.batch * (-(-(case.context + case.new_tokens + loaded.method.block_size) // page) + 1)
-    config = EngineConfig(max_batch=case.batch, page_size=page, pages=pages, on_device=not plain)
-    engine = Engine(loaded, config)
+    engine = Engine(loaded, replace(config, max_batch=case.batch, page_size=page, pages=pages))
     _warm_up(engine, case)
     on_device = any(kind[1] for kind in engine.batches)
-    if _on_cuda(loaded) and not plain and not on_device:
+    if _on_cuda(loaded) and config.on_device and not on_device:
         note("no kernels for this model, precision and method (they want bfloat16): the plain engine")
     for request in _requests(loaded, case):
         engine.submit(request, method=case.method)
@@ -182,26 +187,57 @@ def _measured(loaded: LoadedModel, case: Case, limits: Limits, note: Note, *, pl
     tokens = sum(len(output.tokens) for output in engine.outputs.values())
     nfe = sum(output.nfe for output in engine.outputs.values())
     row = {
-        "what": f"{'engine with kernels and graphs' if on_device else 'plain engine'}, {case.method}",
+        "what": f"{_name(engine, on_device)}, {case.method}",
         "on_device": on_device,
+        "int8": on_device and config.int8,
         **_sizes(case),
-        **_of_passes(loaded, steps, tokens, ended - prefilled, limits),
+        **_of_passes(loaded, steps, tokens, ended - prefilled, limits, int8=on_device and config.int8),
         **_of_prefill(loaded, case, prefilled - begun, limits),
         "tokens_per_s_with_prefill": tokens / (ended - begun),
         "tpf": tokens / nfe,
         "memory_gb": _memory(loaded),
     }
     note(f"{row['what']}, batch {case.batch}, context {case.context}: {row['tokens_per_s']:.1f} tokens/s")
-    return row
+    return {**row, "kernels": _kernels(engine, case)} if profile else row
+
+
+def _name(engine: Engine, on_device: bool) -> str:
+    if not on_device:
+        return "plain engine"
+    return f"engine with kernels and graphs{', int8' if engine.config.int8 else ''}"
+
+
+def _kernels(engine: Engine, case: Case) -> list[dict[str, Any]]:
+    """Microseconds of every kind of kernel in a forward, the longest first: of two blocks, after the prefill."""
+    size, device = engine.loaded.method.block_size, engine.model.embed_tokens.weight.device
+    for request in _requests(engine.loaded, replace(case, new_tokens=min(case.new_tokens, 2 * size)), seed=2):
+        engine.submit(request, method=case.method)
+    engine.admit()
+    forwards = 0
+
+    def run() -> None:
+        nonlocal forwards
+        while engine.busy:
+            engine.step()
+            forwards += 1
+
+    spent = kernel_times(run, device)
+    longest = sorted(spent.items(), key=lambda item: -item[1][0])[:16]
+    return [{"name": name[:80], "us": 1e3 * ms / forwards, "calls": calls / forwards} for name, (ms, calls) in longest]
 
 
 def _sizes(case: Case) -> dict[str, Any]:
     return {key: getattr(case, key) for key in ("batch", "context", "new_tokens", "passes", "threshold")}
 
 
-def _of_passes(loaded: LoadedModel, forwards: int, tokens: int, seconds: float, limits: Limits) -> dict[str, float]:
+def _of_passes(
+    loaded: LoadedModel, forwards: int, tokens: int, seconds: float, limits: Limits, *, int8: bool = False
+) -> dict[str, float]:
     """What a row says of the forwards after the prefill."""
-    weights = sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
+    weights = sum(
+        weight.numel() * (1 if int8 and weight.dim() > 1 else weight.element_size())
+        for weight in loaded.model.parameters()
+    )
     return {
         "passes_seconds": seconds,
         "seconds_per_forward": seconds / forwards,
@@ -320,6 +356,11 @@ def table_lines(found: dict[str, Any]) -> list[str]:
     for row in found["rows"]:
         cells = [_cell(row.get(key), times, form) for key, times, form in COLUMNS.values()]
         lines.append(f"| {' | '.join([row['what'], str(row['batch']), str(row['context']), *cells])} |")
+    for row in found["rows"]:
+        if "kernels" in row:
+            where = f"{row['what']}, batch {row['batch']}, context {row['context']}"
+            lines += ["", f"| kernels of a forward: {where} | calls | µs |", "|---|---:|---:|"]
+            lines += [f"| {kernel['name']} | {kernel['calls']:.1f} | {kernel['us']:.1f} |" for kernel in row["kernels"]]
     return lines
 
 

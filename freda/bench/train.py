@@ -26,7 +26,7 @@ from freda.methods.method import Step
 from freda.methods.self_refine import initial_draft, refine
 from freda.model import head
 from freda.model.attention import attend, pick_backend
-from freda.model.rates import about, matmul_rate, seconds
+from freda.model.rates import about, kernel_times, matmul_rate, seconds
 from freda.model.shapes import QWEN3_BLANK, SHAPES
 from freda.model.transformer import Transformer, pick_device
 from freda.model.weights import DTYPES
@@ -283,20 +283,9 @@ def kind_of(kernel: str) -> str:
 
 def _profile(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
     """One step with one pass: milliseconds by kind of kernel, and the longest kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
     run.config = replace(run.config, method=replace(run.config.method, passes=1))
-    cuda = run.device.type == "cuda"
-    activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
     loop.take_step(run, 0)
-    with profile(activities=[activity]) as seen:
-        loop.take_step(run, 1)
-        if cuda:
-            torch.cuda.synchronize()
-    spent = {
-        row.key: ((row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e3, row.count)
-        for row in seen.key_averages()
-    }
+    spent = kernel_times(lambda: loop.take_step(run, 1), run.device)
     kinds = dict.fromkeys([kind for kind, _ in KINDS] + ["other"], 0.0)
     for name, (time, _) in spent.items():
         kinds[kind_of(name)] += time
