@@ -109,7 +109,7 @@ def prefill(machine: Machine, cache: PagedCache, texts: Sequence[Text], size: in
 def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> tuple[State, Tensor]:
     """The state after a pass, and its report (R, 2 + B) int64: has the block closed, is it sound, its ids."""
     machine, size, count = setting.machine, rows.block, len(state.pending_ids)
-    before, after = _around(setting.compiled)
+    before, choice, after = _around(setting.compiled)
     ids, alpha, found = before(state, setting.method, setting.config, setting.wants, rows)
     machine.run((ids, alpha), state.texts, rows, buffers)
     first = torch.arange(count, device=ids.device)[:, None] * rows.tokens
@@ -117,7 +117,7 @@ def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> tuple[
     if rows.drafts:
         scored = setting.method.SCORES and rows.drafts > 1
         soft = machine.hidden(buffers).view(count, rows.tokens, -1)[:, rows.commit :] if scored else None
-        winner = chosen(setting.model, setting.method, state.lanes, found, soft).winner
+        winner = choice(setting.model, setting.method, state.lanes, found, soft).winner
         tokens = tokens + rows.commit + winner[:, None] * size
     left: tuple[State, Tensor] = after(
         state, setting.method, machine.predict(tokens, buffers), rows, setting.model.blank_id
@@ -153,15 +153,18 @@ def advanced(state: State, method: Method, prediction: Prediction, rows: Rows, b
 
 
 @functools.cache
-def _around(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What comes before and after a forward: some eighty small kernels, or, compiled, a few."""
+def _around(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """What comes before a forward, the choice among candidates, and what comes after: some eighty small kernels, 350
+    with a scorer, or, compiled, a few."""
+    functions = (shown, chosen, advanced)
     if not compiled:
-        return shown, advanced
+        return functions
     import torch._dynamo.config
 
     # Once for each method, number of requests and form of a forward: more than the 8 that dynamo allows one function.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(shown, dynamic=False), torch.compile(advanced, dynamic=False)
+    first, second, third = (torch.compile(function, dynamic=False) for function in functions)
+    return first, second, third
 
 
 class Program:
