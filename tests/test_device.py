@@ -12,8 +12,8 @@ from test_engine import ALL, SMALL, Letters, alone, loaded, prompts, settings_of
 from torch import Tensor
 
 from freda.config import MethodConfig
-from freda.decode.batch import Pass, Request
-from freda.decode.device import DeviceBatch
+from freda.decode.batch import Pass, Request, Text
+from freda.decode.device import DeviceBatch, prefill, stays_on_device
 from freda.decode.engine import Engine, EngineConfig
 from freda.decode.generate import generate
 from freda.decode.pages import PagedCache, Pages
@@ -140,6 +140,30 @@ def test_it_is_only_done_where_asked_for() -> None:
     engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20), PlainMachine)
     engine.run([Request(prompt=[1, 2], max_new_tokens=4)])
     assert not any(isinstance(batch, DeviceBatch) for batch in engine.batches.values())
+
+
+def test_the_padding_of_a_short_prompt_goes_to_the_spare_page() -> None:
+    """It would be written over another's text otherwise."""
+    model, tables = loaded(), list[list[list[int]]]()
+    pages = Pages(model.model, 10, 8)
+
+    class Recorder(PlainMachine):
+        def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
+            tables.append(table.tolist())
+
+    texts = [Text(0, Request(prompt=[1] * 8), 4), Text(1, Request(prompt=[2] * 32), 4)]
+    prefill(Recorder(model.model, pages), PagedCache(pages, [[3], [0, 1, 2, 4]], [0, 0]), texts, 4, 0, 64)
+    assert tables == [[[3, pages.spare, pages.spare, pages.spare], [0, 1, 2, 4]]]
+    assert [text.stored for text in texts] == [8, 32]
+
+
+def test_what_does_not_stay_on_the_device() -> None:
+    plain, config = Request(prompt=[1]), MethodConfig()
+    assert stays_on_device(loaded().model, config, plain)
+    assert not stays_on_device(loaded(last_layer=True).model, config, plain)
+    assert not stays_on_device(loaded().model, replace(config, rescale=True), plain)
+    assert not stays_on_device(loaded().model, config, replace(plain, temperature=0.5))
+    assert not stays_on_device(loaded().model, config, replace(plain, candidates="sampled"))
 
 
 # -- on a GPU: kernels and graphs ------------------------------------------------------------------------------------

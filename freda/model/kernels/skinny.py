@@ -36,8 +36,7 @@ class Plan(NamedTuple):
     splits: int
     chunk: int  # columns at a time
     stages: int
-    tile: int = 64  # rows of the weight; fewer than 64 are the right factor, not the left
-    warps: int = 4
+    tile: int = 64  # rows of the weight, the least that the tensor cores' tall tiles take
 
 
 # Found by trying on an H200 with 8 tokens and Qwen3-4B's shape; splits leave two to four programs a multiprocessor.
@@ -122,9 +121,8 @@ def _launch(
         BK=plan.chunk,
         TILES=triton.next_power_of_2(len(stream.squares)),
         STAGES=plan.stages,
-        TALL=plan.tile >= 64,
         INT8=scales is not None,
-        num_warps=plan.warps,
+        num_warps=4,
     )
 
 
@@ -154,7 +152,7 @@ def _embed(  # type: ignore[no-untyped-def]
 def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
     A, W, SCALES, OUT, X, SCALED, SQUARES, PARTS, COUNTS, tokens, rows, inner, eps, tiles,
     MODE: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, TALL: tl.constexpr, INT8: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
@@ -167,13 +165,11 @@ def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
     last = min(inner, first + per)
     weight = W + n[:, None].to(tl.int64) * inner + k[None, :]
     given = A + m[None, :] * inner + k[:, None]
-    total = tl.zeros((BN, BM) if TALL else (BM, BN), tl.float32)
+    total = tl.zeros((BN, BM), tl.float32)
     for at in tl.range(first, last, BK, num_stages=STAGES):
         a = tl.load(given + at, mask=real[None, :], other=0.0)
         w = tl.load(weight + at, eviction_policy="evict_first").to(A.dtype.element_ty)
-        total = tl.dot(w, a, total) if TALL else tl.dot(tl.trans(a), tl.trans(w), total)
-    if not TALL:
-        total = tl.trans(total)
+        total = tl.dot(w, a, total)
     if INT8:
         total = total * tl.load(SCALES + n)[:, None]
     place = m[None, :] * rows + n[:, None]
