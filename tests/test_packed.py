@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -50,18 +50,20 @@ def filled_model(device: str, dtype: torch.dtype, **shape: Any) -> Transformer:
     return model
 
 
-def compare(
-    case: int, device: str, dtype: torch.dtype, *, one_launch: bool = False, int8: bool = False
-) -> dict[str, float]:
+def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, whole: bool = False) -> dict[str, float]:
     """How far the kernels are from the Transformer: relative errors, and the share of equal choices.
 
-    With int8, the Transformer has the weights that the int8 ones stand for.
+    With int8, the Transformer has the weights that the int8 ones stand for. `whole`: texts are not cut into parts.
     """
     from freda.decode.packed import PackedModel, fits
-    from freda.model.kernels import pages
+    from freda.model.kernels import pages, pick
 
-    pages.CHUNK = 16 if case % 2 else 128
     shape, rows, stored, pending = CASES[case]
+    usual, chunk = pages.cut_for, {"chunk": 16} if case % 2 else {}
+
+    def cut(*of: Any) -> pages.Cut:
+        return usual(*of)._replace(**chunk)
+
     model = filled_model(device, dtype, **shape, tied=not int8)  # a table of its own for the head
     assert fits(model)
     if int8:
@@ -84,10 +86,12 @@ def compare(
     given = ids.flatten().to(device), alpha.flatten().to(device)
     tokens = torch.arange(count * rows.tokens, device=device).view(count, rows.tokens)[:, -rows.block :]
     found = []
-    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1], one_launch=one_launch, int8=int8)):
-        buffers = machine.buffers(count, rows)
-        machine.run(given, texts, rows, buffers)  # type: ignore[arg-type]
-        first = machine.predict(tokens, buffers)  # type: ignore[arg-type]
+    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1], int8=int8)):
+        with patch.object(pages, "MANY", 1 if whole else pages.MANY), patch.object(pages, "cut_for", cut):
+            buffers = machine.buffers(count, rows)
+            machine.run(given, texts, rows, buffers)  # type: ignore[arg-type]
+        with patch.object(pick, "IDS_AT_ONCE", 64 if case % 2 else pick.IDS_AT_ONCE):
+            first = machine.predict(tokens, buffers)  # type: ignore[arg-type]
         found.append((machine.hidden(buffers).view(count, rows.tokens, -1), first))  # type: ignore[arg-type]
     real = torch.ones(count, rows.tokens, dtype=torch.bool, device=device)
     real[:, : rows.commit] = (texts.pending > 0)[:, None]
@@ -133,8 +137,8 @@ from test_packed import CASES, SHAPES, compare, compare_prefill
 for shape in SHAPES:
     assert compare_prefill("cpu", torch.float32, **shape) < 1e-5
 cases = [(case, {}) for case in range(len(CASES))]
-cases += [(2, {"one_launch": True}), (3, {"one_launch": True}), (6, {"one_launch": True})]  # the rest on a GPU
-cases += [(0, {"int8": True}), (1, {"one_launch": True, "int8": True})]
+cases += [(0, {"int8": True})]  # the rest on a GPU
+cases += [(case, {"whole": True}) for case in (1, 2, 3, 4, 5)]
 print(json.dumps([compare(case, "cpu", torch.float32, **way) for case, way in cases]))
 """
 
@@ -150,18 +154,9 @@ def test_in_the_interpreter() -> None:
         assert all(found[key] < 1e-5 for key in ("hidden", "stored", "prob", "second_prob")), found
 
 
-def test_products_shared_out_among_programs() -> None:
-    """In the interpreter, where programs run one after the other and cannot wait for each other: products alone."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    program = [sys.executable, str(Path(__file__).with_name("product_apart.py"))]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "equal", done.stderr
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("way", [{}, {"one_launch": True}, {"int8": True}, {"one_launch": True, "int8": True}])
+@pytest.mark.parametrize("way", [{}, {"int8": True}, {"whole": True}])
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_on_a_gpu(case: int, way: dict[str, bool]) -> None:
     """In bf16: what its 8 bits leave."""

@@ -106,42 +106,49 @@ def prefill(machine: Machine, cache: PagedCache, texts: Sequence[Text], size: in
     cache.lengths = torch.tensor([text.stored for text in texts], dtype=torch.int64, device=device)
 
 
-def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> tuple[State, Tensor]:
-    """The state after a pass, and its report (R, 2 + B) int64: has the block closed, is it sound, its ids."""
+def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> tuple[list[Tensor], Tensor]:
+    """`state.tensors()` after a pass, and its report (R, 2 + B) int64: has the block closed, is it sound, its ids."""
     machine, size, count = setting.machine, rows.block, len(state.pending_ids)
     before, choice, after = _around(setting.compiled)
-    ids, alpha, found = before(state, setting.method, setting.config, setting.wants, rows)
+    ids, alpha, *found = before(state, setting.method, setting.config, setting.wants, rows)
     machine.run((ids, alpha), state.texts, rows, buffers)
     first = torch.arange(count, device=ids.device)[:, None] * rows.tokens
     tokens = first + torch.arange(size, device=ids.device)
     if rows.drafts:
         scored = setting.method.SCORES and rows.drafts > 1
         soft = machine.hidden(buffers).view(count, rows.tokens, -1)[:, rows.commit :] if scored else None
-        winner = choice(setting.model, setting.method, state.lanes, found, soft).winner
-        tokens = tokens + rows.commit + winner[:, None] * size
-    left: tuple[State, Tensor] = after(
-        state, setting.method, machine.predict(tokens, buffers), rows, setting.model.blank_id
-    )
-    return left
+        chosen_one = choice(setting.model, setting.method, state.lanes, found, soft)
+        tokens = tokens + rows.commit + chosen_one[:, None] * size
+    prediction = tuple(machine.predict(tokens, buffers))
+    *left, report = after(state, setting.method, prediction, rows, setting.model.blank_id)
+    return left, report
 
 
-def shown(
-    state: State, method: Method, config: MethodConfig, wants: Wants, rows: Rows
-) -> tuple[Tensor, Tensor, Candidates]:
-    """What a forward sees: ids and α of all its tokens, (R · rows,) each; and the candidates among them."""
+# These three give back plain tuples: torch 2.11 compiles functions that return named ones, and returns others.
+
+
+def shown(state: State, method: Method, config: MethodConfig, wants: Wants, rows: Rows) -> tuple[Tensor, ...]:
+    """What a forward sees: ids and α of all its tokens, (R · rows,) each; and the `Candidates` among them."""
     found = candidates_of(state.lanes, method, config, wants, count=max(1, rows.drafts))
     parts = [(state.pending_ids, torch.ones_like(state.pending_ids, dtype=torch.float32))] if rows.commit else []
     if rows.drafts:
         parts.append((found.ids.flatten(1), found.alpha.flatten(1)))
     ids, alpha = (torch.cat(part, dim=1).flatten() for part in zip(*parts, strict=True))
-    return ids, alpha, found
+    return ids, alpha, *found
 
 
-def advanced(state: State, method: Method, prediction: Prediction, rows: Rows, blank_id: int) -> tuple[State, Tensor]:
-    """The state after a prediction (R, B), and the report; where a block has closed, the next one has begun."""
+def winner(model: Transformer, method: Method, lanes: Lanes, found: Sequence[Tensor], soft: Tensor | None) -> Tensor:
+    """Which of the candidates `found` goes on, (R,)."""
+    return chosen(model, method, lanes, Candidates(*found), soft).winner
+
+
+def advanced(
+    state: State, method: Method, prediction: Sequence[Tensor], rows: Rows, blank_id: int
+) -> tuple[Tensor, ...]:
+    """The state's tensors after a `Prediction` (R, B), and the report; where a block has closed, the next has begun."""
     lanes, texts, pending_ids = state
     size = rows.block
-    lanes = settled(lanes, method, prediction)
+    lanes = settled(lanes, method, Prediction(*prediction))
     draft, closed = lanes.draft, lanes.draft.closed
     sound = draft.prob.isfinite().all(-1)
     report = torch.cat([torch.stack([closed, sound], dim=1).long(), draft.ids], dim=1)
@@ -149,14 +156,14 @@ def advanced(state: State, method: Method, prediction: Prediction, rows: Rows, b
     lanes = lanes._replace(draft=merge(~closed, draft, fresh), begin=lanes.begin + size * closed)
     stored = texts.stored + texts.pending if rows.commit else texts.stored
     texts = texts._replace(stored=stored, pending=(size * closed).to(texts.pending))
-    return State(lanes, texts, torch.where(closed[:, None], draft.ids, pending_ids)), report
+    return *State(lanes, texts, torch.where(closed[:, None], draft.ids, pending_ids)).tensors(), report
 
 
 @functools.cache
 def _around(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """What comes before a forward, the choice among candidates, and what comes after: some eighty small kernels, 350
     with a scorer, or, compiled, a few."""
-    functions = (shown, chosen, advanced)
+    functions = (shown, winner, advanced)
     if not compiled:
         return functions
     import torch._dynamo.config
@@ -192,7 +199,7 @@ class Program:
 
         def run() -> Tensor:
             after, report = one_pass(self.state, self.setting, rows, buffers)
-            for old, new in zip(self.state.tensors(), after.tensors(), strict=True):
+            for old, new in zip(self.state.tensors(), after, strict=True):
                 old.copy_(new)
             return report
 

@@ -16,15 +16,29 @@ from torch import Tensor, nn
 
 from freda.config import ModelConfig
 from freda.decode.pages import Pages
-from freda.methods.draft import Prediction, likeliest
+from freda.methods.draft import Prediction
 from freda.model import quantize
 from freda.model.cache import Rows, Texts
-from freda.model.kernels import pages, pick, rowwise, skinny, whole
+from freda.model.kernels import pages, pick, rowwise, skinny
 from freda.model.kernels.rowwise import Heads
 from freda.model.kernels.skinny import Matrix, Stream
-from freda.model.kernels.whole import Stacked
 from freda.model.staircase import attend_rows
 from freda.model.transformer import Attention, Layer, Transformer
+
+
+class Stacked(NamedTuple):
+    """The weights of all L layers."""
+
+    qkv: Tensor  # (L, ·, D)
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norms: Tensor  # (L + 1, D): of every layer, and the final one
+    post_norms: Tensor  # (L, D)
+    q_norms: Tensor | None  # (L, width)
+    k_norms: Tensor | None
+    biases: Tensor | None  # (L, ·)
+    scales: tuple[Tensor, ...] = ()  # of the first four, (L, ·) each, where these are int8
 
 
 class PackedLayer(NamedTuple):
@@ -119,10 +133,9 @@ def _joined(layers: Sequence[Sequence[nn.Linear]]) -> Tensor:
 class PackedModel:
     """A Transformer over the pages of an engine, for the forwards of decoding."""
 
-    def __init__(self, model: Transformer, pages: Pages, *, one_launch: bool = False, int8: bool = False) -> None:
+    def __init__(self, model: Transformer, pages: Pages, *, int8: bool = False) -> None:
         self.model, self.pages, self.cache = model, pages, pages.layers
         self.stacked, self.layers = pack(model)
-        self.one_launch = one_launch  # all layers in one kernel, where there are few tokens
         # Few tokens wait for the weights, which as int8 are half as many bytes. Many tokens take them as they are.
         self.few = in_int8(self.stacked) if int8 else self.stacked
         self.few_layers = [_layer(self.few, number, model.config) for number in range(len(self.layers))]
@@ -130,16 +143,8 @@ class PackedModel:
         stored = quantize.packed({"head": head}) if int8 else {"head": head}
         self.head = Matrix(stored["head"], stored.get("head" + quantize.SCALE))
 
-    def _shape(self, requests: int) -> whole.Shape:
-        config, device = self.model.config, self.stacked.out.device
-        programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        splits = pages.splits_for(requests, config.kv_heads)
-        return whole.Shape(config.heads, config.kv_heads, config.head_dim, config.norm_eps, splits, programs)
-
-    def buffers(self, requests: int, rows: Rows) -> Buffers | whole.Memory:
+    def buffers(self, requests: int, rows: Rows) -> Buffers:
         """Memory for a forward over the new tokens of so many requests."""
-        if self.one_launch and requests * rows.tokens <= whole.MOST_TOKENS:
-            return whole.new_memory(self.few, requests, rows, self._shape(requests), self.stacked.out.dtype)
         layer, (_, width, _), kind = self.layers[0], self.stacked.out.shape, self.stacked.out.dtype
         tokens, heads, device = requests * rows.tokens, layer.heads, self.stacked.out.device
         few, exact = tokens <= skinny.MOST_ROWS, torch.float32
@@ -158,15 +163,10 @@ class PackedModel:
             attention=pages.new_scratch(requests, heads, rows, device),
         )
 
-    def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Buffers | whole.Memory) -> None:
+    def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Buffers) -> None:
         """All layers over tokens `given` as (ids, α), each (M,); what is committed goes into the pages."""
         model, stream = self.model, buffers.stream
         skinny.embed(*given, model.embed_tokens.weight.detach(), model.blank_id, self.layers[0].norms[0], stream)
-        if isinstance(buffers, whole.Memory):
-            pages.rotary(texts, rows, model.inv_freq, buffers.rotary)
-            shape = self._shape(len(texts.stored))
-            whole.run(self.few, self.pages.storage, texts, rows, shape, buffers)
-            return
         pages.rotary(texts, rows, model.inv_freq, buffers.attention.rotary)
         run = self._run_few if len(given[0]) <= skinny.MOST_ROWS else self._run_many
         run(texts, rows, buffers)
@@ -214,7 +214,7 @@ class PackedModel:
         """The norm after each layer."""
         return [layer.norms[0] for layer in self.layers[1:]] + [self.model.norm.weight.detach()]
 
-    def hidden(self, buffers: Buffers | whole.Memory) -> Tensor:
+    def hidden(self, buffers: Buffers) -> Tensor:
         """What a forward left, after the final norm: (M, D)."""
         x, scaled, squares = buffers.stream
         if len(x) > skinny.MOST_ROWS:
@@ -222,12 +222,13 @@ class PackedModel:
         scale = torch.rsqrt(squares.sum(0) / x.shape[1] + self.model.config.norm_eps)
         return (scaled.float() * scale[:, None]).to(scaled.dtype)
 
-    def predict(self, tokens: Tensor, buffers: Buffers | whole.Memory) -> Prediction:
+    def predict(self, tokens: Tensor, buffers: Buffers) -> Prediction:
         """The likeliest ids of `tokens` (N, B), which number those of the forward, and the runners-up."""
-        if tokens.numel() > skinny.MOST_ROWS or len(buffers.stream.x) > skinny.MOST_ROWS:
-            hidden = self.hidden(buffers)[tokens.flatten()]
-            return likeliest(self.model.head(hidden), tokens.shape, runner_up=True)
         blank, eps = self.model.blank_id, self.model.config.norm_eps
-        partial = pick.new_partial(tokens.numel(), blank, tokens.device)
-        found = pick.pick(buffers.stream, tokens.flatten(), self.head, blank, eps, partial)
+        if tokens.numel() > skinny.MOST_ROWS or len(buffers.stream.x) > skinny.MOST_ROWS:
+            hidden, weight, _ = self.model.head(self.hidden(buffers)[tokens.flatten()])
+            found = pick.pick_of(hidden @ weight.detach().T, blank)
+        else:
+            partial = pick.new_partial(tokens.numel(), blank, tokens.device)
+            found = pick.pick(buffers.stream, tokens.flatten(), self.head, blank, eps, partial)
         return Prediction(*(part.view(tokens.shape) for part in found))

@@ -20,36 +20,54 @@ from torch import Tensor
 from freda.model.cache import Rows, Texts
 from freda.model.kernels.rowwise import Heads
 
-CHUNK = 128  # keys looked at together
+MANY = 64  # requests times heads of keys, from which on there is a program for each, and texts are not cut into parts
+
+
+class Cut(NamedTuple):
+    """How the work is shared out."""
+
+    share: int  # query heads of a program, of those that have the same keys
+    splits: int  # parts that a text is cut into at most; 0: none
+    chunk: int  # keys looked at together
+    warps: int
+
+
+def cut_for(requests: int, heads: Heads, rows: Rows) -> Cut:
+    """Few requests: many small programs, since what counts is how long one takes. Many: each key is read once."""
+    group, groups = heads.heads // heads.kv_heads, requests * heads.kv_heads
+    shares = [share for share in range(1, group + 1) if group % share == 0]
+    if groups >= MANY:
+        share = max((share for share in shares if share * rows.tokens <= 64), default=1)
+        return Cut(share, 0, 64, 4 if share * rows.tokens <= 32 else 8)
+    share = next((share for share in shares if share * rows.tokens >= 16), group)
+    splits = 256 // (groups * group // share) - 1
+    return Cut(share, max(1, min(15, splits)), 128, 8)  # `_merged` takes 16 parts
 
 
 class Scratch(NamedTuple):
     """What `rotary` has written, and memory for attention over parts of a text."""
 
+    cut: Cut
     rotary: Tensor  # (2, M, width / 2)
     out: Tensor
     lse: Tensor
     counts: Tensor
 
 
-def splits_for(requests: int, kv_heads: int) -> int:
-    """Parts of a text: enough programs to keep a GPU busy in one go, no more than are worth their merging, 15 at most:
-    `_attend` merges no more."""
-    return max(1, min(15, 128 // (requests * kv_heads) - 1))
-
-
 def new_scratch(requests: int, heads: Heads, rows: Rows, device: torch.device) -> Scratch:
     """Enough for `attend`; the counts are left at zero."""
-    groups, splits = requests * heads.kv_heads, splits_for(requests, heads.kv_heads)
-    size = groups * (splits + 1) * _query_rows(heads, rows)
-    out = torch.empty(size * heads.width, device=device)
+    cut = cut_for(requests, heads, rows)
+    teams = requests * heads.heads // cut.share
+    size = teams * (cut.splits + 1) * _query_rows(cut, rows) if cut.splits else 0
     angles = torch.empty(2, requests * rows.tokens, heads.width // 2, device=device)
-    counts = torch.zeros(groups, dtype=torch.int32, device=device)
-    return Scratch(angles, out, torch.empty(size, device=device), counts)
+    counts = torch.zeros(teams, dtype=torch.int32, device=device)
+    return Scratch(
+        cut, angles, torch.empty(size * heads.width, device=device), torch.empty(size, device=device), counts
+    )
 
 
-def _query_rows(heads: Heads, rows: Rows) -> int:
-    size: int = triton.next_power_of_2(rows.tokens * heads.heads // heads.kv_heads)
+def _query_rows(cut: Cut, rows: Rows) -> int:
+    size: int = triton.next_power_of_2(rows.tokens * cut.share)
     return max(16, size)
 
 
@@ -72,28 +90,32 @@ def attend(
     out: Tensor,
 ) -> None:
     """Attention of all new tokens into `out` (M, heads · width), from q, k, v in `parts` (P, M, ·)."""
-    requests, splits = len(texts.stored), splits_for(len(texts.stored), heads.kv_heads)
-    page_size = cache[0].shape[2]
+    requests, cut = len(texts.stored), scratch.cut
     norms = heads.q_norm if heads.q_norm is not None else parts, heads.k_norm if heads.k_norm is not None else parts
-    _attend[(requests * heads.kv_heads, 1 + splits)](
-        *(parts, *cache, *texts, *norms, heads.bias if heads.bias is not None else parts),
-        *(*scratch.rotary, out, *scratch[1:], requests * rows.tokens, texts.table.stride(0), heads.eps),
-        COMMIT=rows.commit,
-        BLOCK=rows.block,
-        S=rows.tokens,
-        GROUP=heads.heads // heads.kv_heads,
-        KV=heads.kv_heads,
-        HALF=heads.width // 2,
-        PARTS=len(parts),
-        SPLITS=splits,
-        PAGE=page_size,
-        BM=_query_rows(heads, rows),
-        BT=max(16, triton.next_power_of_2(rows.tokens)),
-        CHUNK=CHUNK,
-        NORM=heads.q_norm is not None,
-        BIAS=heads.bias is not None,
-        num_warps=8,
-    )
+    given = (parts, *cache, *texts, *norms, heads.bias if heads.bias is not None else parts, *scratch.rotary, out)
+    sizes = (requests * rows.tokens, texts.table.stride(0), heads.eps)
+    constants = {
+        "COMMIT": rows.commit,
+        "BLOCK": rows.block,
+        "S": rows.tokens,
+        "GROUP": heads.heads // heads.kv_heads,
+        "SHARE": cut.share,
+        "KV": heads.kv_heads,
+        "HALF": heads.width // 2,
+        "PARTS": len(parts),
+        "PAGE": cache[0].shape[2],
+        "BM": _query_rows(cut, rows),
+        "BT": max(16, triton.next_power_of_2(rows.tokens)),
+        "CHUNK": cut.chunk,
+        "NORM": heads.q_norm is not None,
+        "BIAS": heads.bias is not None,
+        "num_warps": cut.warps,
+    }
+    teams = requests * heads.heads // cut.share
+    if cut.splits:
+        _attend_parts[(teams, 1 + cut.splits)](*given, *scratch[2:], *sizes, SPLITS=cut.splits, **constants)
+    else:
+        _attend_whole[(teams,)](*given, *sizes, STAGES=3, **constants)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -165,119 +187,176 @@ def _share(stored, SPLITS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def part_of_attention(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, PART, LSE,
-    request, kv, split, tokens, table_step, eps,
-    COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
-    BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+def _team(S: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, KV: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whose queries a program has: request, head of keys, and of each row its token and its head."""
+    TEAMS: tl.constexpr = GROUP // SHARE
+    team, i = tl.program_id(0), tl.arange(0, BM)
+    kv = team // TEAMS % KV
+    return team // (TEAMS * KV), kv, i // SHARE, kv * GROUP + team % TEAMS * SHARE + i % SHARE
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _queries(  # type: ignore[no-untyped-def]
+    A, QNORM, BIASES, COS, SIN, request, token, head, tokens, eps,
+    S: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a request's new tokens over one part of its text, or, part 0, over each other; into PART and LSE."""
+    """Both halves of a program's queries."""
+    c, real = tl.arange(0, HALF), token < S
+    place, column = (request * S + token)[:, None] * WIDTH, (head * 2 * HALF)[:, None] + c[None, :]
+    first = _half(A, BIASES, place, column, real[:, None], tokens * WIDTH, PARTS, BIAS)
+    second = _half(A, BIASES, place, column + HALF, real[:, None], tokens * WIDTH, PARTS, BIAS)
+    return _turned(first, second, QNORM, COS, SIN, request * S + token, real, eps, KIND, HALF, NORM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _stored(  # type: ignore[no-untyped-def]
+    KEYS, VALUES, TABLE, request, kv, at, end, table_step,
+    KV: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Both halves of the keys, and the values, of a chunk of a text; zero behind `end`."""
+    j, c, whole = at + tl.arange(0, CHUNK), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    known = j < end
+    page = tl.load(TABLE + request * table_step + j // PAGE, mask=known, other=0).to(tl.int64)
+    base = ((page * KV + kv) * PAGE + j % PAGE)[:, None] * (2 * HALF)
+    k1 = tl.load(KEYS + base + c[None, :], mask=known[:, None], other=0.0)
+    k2 = tl.load(KEYS + base + HALF + c[None, :], mask=known[:, None], other=0.0)
+    v = tl.load(VALUES + base + whole[None, :], mask=known[:, None], other=0.0)
+    return k1, k2, v
+
+
+@triton.jit
+def _with(scores, v, highest, total, mixed):  # type: ignore[no-untyped-def]
+    """What attention has summed up so far, and more keys: their scores, as exponents of two, and their values."""
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    p = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(highest - higher)
+    return higher, total * shrink + tl.sum(p, 1), mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _new_tokens(  # type: ignore[no-untyped-def]
+    A, KEYS, VALUES, TABLE, PENDING, KNORM, BIASES, COS, SIN,
+    q1, q2, request, kv, token, stored, tokens, table_step, eps, writes,
+    COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """Scores of a request's new tokens and their values; who `writes` also stores those that are being committed."""
     KIND: tl.constexpr = KEYS.dtype.element_ty
     C: tl.constexpr = 2 * HALF
     WIDTH: tl.constexpr = (GROUP + 2) * KV * C
-    stored = tl.load(STORED + request)
-    per, active = _share(stored, SPLITS, CHUNK)
-    if split <= active:
-        i, c, whole, j = tl.arange(0, BM), tl.arange(0, HALF), tl.arange(0, C), tl.arange(0, CHUNK)
-        begin = tl.where(split == 0, 0, (split - 1) * per * CHUNK)
-        end = tl.where(split == 0, 0, tl.minimum(stored, begin + per * CHUNK))
-        known = begin + j < end  # the first chunk is asked for before anything else
-        page = tl.load(TABLE + request * table_step + (begin + j) // PAGE, mask=known, other=0).to(tl.int64)
-        base = ((page * KV + kv) * PAGE + (begin + j) % PAGE)[:, None] * C
-        k1 = tl.load(KEYS + base + c[None, :], mask=known[:, None], other=0.0)
-        k2 = tl.load(KEYS + base + HALF + c[None, :], mask=known[:, None], other=0.0)
-        v = tl.load(VALUES + base + whole[None, :], mask=known[:, None], other=0.0)
-        token, member = i // GROUP, i % GROUP
-        real = token < S
-        parts_step = tokens * WIDTH
-        place = (request * S + token)[:, None] * WIDTH
-        column = ((kv * GROUP + member) * C)[:, None] + c[None, :]
-        first = _half(A, BIASES, place, column, real[:, None], parts_step, PARTS, BIAS)
-        second = _half(A, BIASES, place, column + HALF, real[:, None], parts_step, PARTS, BIAS)
-        t = tl.arange(0, BT)  # new keys and values, of part 0 only: asked for now, used at the end
-        mine = t < tl.where(split == 0, S, 0)
-        spot, field = (request * S + t)[:, None] * WIDTH, ((GROUP * KV + kv) * C) + c[None, :]
-        one = _half(A, BIASES, spot, field, mine[:, None], parts_step, PARTS, BIAS)
-        two = _half(A, BIASES, spot, field + HALF, mine[:, None], parts_step, PARTS, BIAS)
-        values_at = ((GROUP * KV + KV + kv) * C) + whole[None, :]
-        nv = _half(A, BIASES, spot, values_at, mine[:, None], parts_step, PARTS, BIAS).to(KIND)
-        pending = tl.load(PENDING + request)
-        q1, q2 = _turned(first, second, QNORM, COS, SIN, request * S + token, real, eps, KIND, HALF, NORM)
-        factor = 1.4426950408889634 / tl.sqrt(C * 1.0)  # exponents of two
-        highest = tl.full((BM,), float("-inf"), tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        mixed = tl.zeros((BM, C), tl.float32)
-        for at in range(begin, end, CHUNK):
-            scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * factor
-            scores = tl.where((at + j < end)[None, :], scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, 1))
-            p = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(highest - higher)
-            total = total * shrink + tl.sum(p, 1)
-            mixed = mixed * shrink[:, None] + tl.dot(p.to(KIND), v)
-            highest = higher
-            ahead = at + CHUNK + j
-            known = ahead < end
-            page = tl.load(TABLE + request * table_step + ahead // PAGE, mask=known, other=0).to(tl.int64)
-            base = ((page * KV + kv) * PAGE + ahead % PAGE)[:, None] * C
-            k1 = tl.load(KEYS + base + c[None, :], mask=known[:, None], other=0.0)
-            k2 = tl.load(KEYS + base + HALF + c[None, :], mask=known[:, None], other=0.0)
-            v = tl.load(VALUES + base + whole[None, :], mask=known[:, None], other=0.0)
-        if split == 0:
-            n1, n2 = _turned(one, two, KNORM, COS, SIN, request * S + t, mine, eps, KIND, HALF, NORM)
-            same = (token >= COMMIT)[:, None] & ((token[:, None] - COMMIT) // BLOCK == (t[None, :] - COMMIT) // BLOCK)
-            commits = token < tl.where(pending > 0, S, COMMIT)  # sees the block that is being committed
-            seen = tl.where((t < COMMIT)[None, :], commits[:, None], same) & mine[None, :]
-            marks = (tl.dot(q1, tl.trans(n1)) + tl.dot(q2, tl.trans(n2))) * factor
-            marks = tl.where(seen | (~real)[:, None], marks, float("-inf"))
-            highest = tl.max(marks, 1)
-            share = tl.exp2(marks - highest[:, None])
-            total = tl.sum(share, 1)
-            mixed = tl.dot(share.to(KIND), nv)
-            if COMMIT > 0:
-                kept = t < tl.where(pending > 0, COMMIT, 0)
-                fresh = stored + t
-                leaf = tl.load(TABLE + request * table_step + fresh // PAGE, mask=kept, other=0).to(tl.int64)
-                shelf = ((leaf * KV + kv) * PAGE + fresh % PAGE)[:, None] * C
-                tl.store(KEYS + shelf + c[None, :], n1, mask=kept[:, None])
-                tl.store(KEYS + shelf + HALF + c[None, :], n2, mask=kept[:, None])
-                tl.store(VALUES + shelf + whole[None, :], nv, mask=kept[:, None])
-        slot = ((request * KV + kv) * (SPLITS + 1) + split) * BM + i
-        tl.store(PART + slot[:, None] * C + whole[None, :], mixed / total[:, None])
-        tl.store(LSE + slot, highest + tl.log2(total))
-    return active
+    t, c, whole = tl.arange(0, BT), tl.arange(0, HALF), tl.arange(0, C)
+    mine = t < S
+    spot, field = (request * S + t)[:, None] * WIDTH, ((GROUP * KV + kv) * C) + c[None, :]
+    one = _half(A, BIASES, spot, field, mine[:, None], tokens * WIDTH, PARTS, BIAS)
+    two = _half(A, BIASES, spot, field + HALF, mine[:, None], tokens * WIDTH, PARTS, BIAS)
+    values_at = ((GROUP * KV + KV + kv) * C) + whole[None, :]
+    nv = _half(A, BIASES, spot, values_at, mine[:, None], tokens * WIDTH, PARTS, BIAS).to(KIND)
+    n1, n2 = _turned(one, two, KNORM, COS, SIN, request * S + t, mine, eps, KIND, HALF, NORM)
+    pending = tl.load(PENDING + request)
+    same = (token >= COMMIT)[:, None] & ((token[:, None] - COMMIT) // BLOCK == (t[None, :] - COMMIT) // BLOCK)
+    commits = token < tl.where(pending > 0, S, COMMIT)  # sees the block that is being committed
+    seen = tl.where((t < COMMIT)[None, :], commits[:, None], same) & mine[None, :]
+    scores = (tl.dot(q1, tl.trans(n1)) + tl.dot(q2, tl.trans(n2))) * (1.4426950408889634 / tl.sqrt(C * 1.0))
+    if COMMIT > 0:
+        kept = t < tl.where(writes & (pending > 0), COMMIT, 0)
+        fresh = stored + t
+        leaf = tl.load(TABLE + request * table_step + fresh // PAGE, mask=kept, other=0).to(tl.int64)
+        shelf = ((leaf * KV + kv) * PAGE + fresh % PAGE)[:, None] * C
+        tl.store(KEYS + shelf + c[None, :], n1, mask=kept[:, None])
+        tl.store(KEYS + shelf + HALF + c[None, :], n2, mask=kept[:, None])
+        tl.store(VALUES + shelf + whole[None, :], nv, mask=kept[:, None])
+    return tl.where(seen | (token >= S)[:, None], scores, float("-inf")), nv
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def merge_if_last(  # type: ignore[no-untyped-def]
-    PART, LSE, COUNTS, OUT, group, split, active,
-    S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr, C: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
+def _attend_whole(  # type: ignore[no-untyped-def]
+    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, tokens, table_step, eps,
+    COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
+    KV: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
+    BT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The program that finds all other parts of a request's head there merges them into OUT."""
-    if split <= active:
-        tl.debug_barrier()
-        if tl.atomic_add(COUNTS + group, 1, sem="acq_rel", scope="gpu") == active:
-            mixed, total = _merged(PART, LSE, group * (SPLITS + 1), active, BM, C)
-            tl.atomic_xchg(COUNTS + group, 0)
-            i, whole = tl.arange(0, BM), tl.arange(0, C)
-            token, head = i // GROUP, (group % KV) * GROUP + i % GROUP
-            out = ((group // KV * S + token) * GROUP * KV + head)[:, None] * C + whole[None, :]
-            tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=(token < S)[:, None])
+    """A program for each request and head of keys: new tokens first, then the text, chunks of it under way."""
+    KIND: tl.constexpr = KEYS.dtype.element_ty
+    C: tl.constexpr = 2 * HALF
+    WIDTH: tl.constexpr = (GROUP + 2) * KV * C
+    request, kv, token, head = _team(S, GROUP, SHARE, KV, BM)
+    stored = tl.load(STORED + request)
+    q1, q2 = _queries(
+        A, QNORM, BIASES, COS, SIN, request, token, head, tokens, eps, S, WIDTH, HALF, PARTS, KIND, NORM, BIAS
+    )
+    scores, nv = _new_tokens(
+        A, KEYS, VALUES, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, stored, tokens,
+        table_step, eps, tl.program_id(0) % (GROUP // SHARE) == 0,
+        COMMIT, BLOCK, S, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
+    )  # fmt: skip
+    highest = tl.max(scores, 1)
+    p = tl.exp2(scores - highest[:, None])
+    total, mixed = tl.sum(p, 1), tl.dot(p.to(KIND), nv)
+    factor = 1.4426950408889634 / tl.sqrt(C * 1.0)
+    for at in tl.range(0, stored, CHUNK, num_stages=STAGES):
+        k1, k2, v = _stored(KEYS, VALUES, TABLE, request, kv, at, stored, table_step, KV, HALF, PAGE, CHUNK)
+        scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * factor
+        scores = tl.where((at + tl.arange(0, CHUNK) < stored)[None, :], scores, float("-inf"))
+        highest, total, mixed = _with(scores, v, highest, total, mixed)
+    out = ((request * S + token) * GROUP * KV + head)[:, None] * C + tl.arange(0, C)[None, :]
+    tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=(token < S)[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+def _attend_parts(  # type: ignore[no-untyped-def]
     A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
     tokens, table_step, eps,
-    COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
-    BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
+    KV: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    group, split = tl.program_id(0), tl.program_id(1)
-    active = part_of_attention(
-        A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, PART, LSE,
-        group // KV, group % KV, split, tokens, table_step, eps,
-        COMMIT, BLOCK, S, GROUP, KV, HALF, PARTS, SPLITS, PAGE, BM, BT, CHUNK, NORM, BIAS,
-    )  # fmt: skip
-    merge_if_last(PART, LSE, COUNTS, OUT, group, split, active, S, GROUP, KV, 2 * HALF, SPLITS, BM)
+    """A program for each part of a text, and one for the new tokens, part 0; the last of them merges."""
+    KIND: tl.constexpr = KEYS.dtype.element_ty
+    C: tl.constexpr = 2 * HALF
+    WIDTH: tl.constexpr = (GROUP + 2) * KV * C
+    team, split = tl.program_id(0), tl.program_id(1)
+    request, kv, token, head = _team(S, GROUP, SHARE, KV, BM)
+    stored = tl.load(STORED + request)
+    per, active = _share(stored, SPLITS, CHUNK)
+    if split > active:
+        return
+    whole, slot = tl.arange(0, C), (team * (SPLITS + 1) + split) * BM + tl.arange(0, BM)
+    if split == 0:
+        q1, q2 = _queries(
+            A, QNORM, BIASES, COS, SIN, request, token, head, tokens, eps, S, WIDTH, HALF, PARTS, KIND, NORM, BIAS
+        )
+        scores, nv = _new_tokens(
+            A, KEYS, VALUES, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, stored, tokens,
+            table_step, eps, team % (GROUP // SHARE) == 0,
+            COMMIT, BLOCK, S, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
+        )  # fmt: skip
+        highest = tl.max(scores, 1)
+        p = tl.exp2(scores - highest[:, None])
+        total = tl.sum(p, 1)
+        tl.store(PART + slot[:, None] * C + whole[None, :], tl.dot(p.to(KIND), nv) / total[:, None])
+        tl.store(LSE + slot, highest + tl.log2(total))
+    else:
+        begin = (split - 1) * per * CHUNK
+        end = tl.minimum(stored, begin + per * CHUNK)
+        k1, k2, v = _stored(KEYS, VALUES, TABLE, request, kv, begin, end, table_step, KV, HALF, PAGE, CHUNK)  # first
+        q1, q2 = _queries(
+            A, QNORM, BIASES, COS, SIN, request, token, head, tokens, eps, S, WIDTH, HALF, PARTS, KIND, NORM, BIAS
+        )
+        highest = tl.full((BM,), float("-inf"), tl.float32)
+        total, mixed = tl.zeros((BM,), tl.float32), tl.zeros((BM, C), tl.float32)
+        factor = 1.4426950408889634 / tl.sqrt(C * 1.0)
+        for at in range(begin, end, CHUNK):
+            scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * factor
+            scores = tl.where((at + tl.arange(0, CHUNK) < end)[None, :], scores, float("-inf"))
+            highest, total, mixed = _with(scores, v, highest, total, mixed)
+            k1, k2, v = _stored(KEYS, VALUES, TABLE, request, kv, at + CHUNK, end, table_step, KV, HALF, PAGE, CHUNK)
+        tl.store(PART + slot[:, None] * C + whole[None, :], mixed / total[:, None])
+        tl.store(LSE + slot, highest + tl.log2(total))
+    tl.debug_barrier()
+    if tl.atomic_add(COUNTS + team, 1, sem="acq_rel", scope="gpu") == active:
+        mixed, total = _merged(PART, LSE, team * (SPLITS + 1), active, BM, C)
+        tl.atomic_xchg(COUNTS + team, 0)
+        out = ((request * S + token) * GROUP * KV + head)[:, None] * C + whole[None, :]
+        tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=(token < S)[:, None])

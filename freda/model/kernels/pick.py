@@ -1,8 +1,9 @@
-"""The head for few tokens: each one's likeliest id, its probability, and the runner-up, without the logits.
+"""The likeliest id of every token, its probability, and the runner-up.
 
-One program has 64 ids; it leaves of each token the best two of them and the sum of exponents, and a second kernel
-merges these. Logits are rounded as a matrix product would leave them, and of equal ones the lowest id counts, so the
-choice is that of the plain twin, `draft.predict`.
+For few tokens without the logits: one program has 64 ids; it leaves of each token the best two of them and the sum of
+exponents, and a second kernel merges these. For many the library makes the logits, and they are read once. Logits are
+rounded as a matrix product would leave them, and of equal ones the lowest id counts, so the choice is that of the plain
+twin, `draft.predict`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from freda.model.kernels.skinny import HEAD, Matrix, Stream
 
+IDS_AT_ONCE = 4096  # logits of a token that one program reads
+
 
 class Partial(NamedTuple):
     """Of every tile of ids and every token: the best two logits and their ids, and Σ exp(logit − best)."""
@@ -25,9 +28,9 @@ class Partial(NamedTuple):
     sums: Tensor  # (tiles, M) fp32
 
 
-def new_partial(tokens: int, rows: int, device: torch.device) -> Partial:
+def new_partial(tokens: int, rows: int, device: torch.device, tile: int = HEAD.tile) -> Partial:
     """Memory for `pick` among the ids of `rows` rows of a head."""
-    tiles = -(-rows // HEAD.tile)
+    tiles = -(-rows // tile)
     ids = torch.empty(2, tiles, tokens, dtype=torch.int32, device=device)
     return Partial(torch.empty(2, tiles, tokens, device=device), ids, torch.empty(tiles, tokens, device=device))
 
@@ -49,10 +52,50 @@ def pick(
         INT8=scales is not None,
         num_warps=4,
     )
-    ids = torch.empty(2, count, dtype=torch.int64, device=weight.device)
-    prob = torch.empty(2, count, device=weight.device)
+    return _merged(partial, vocabulary)
+
+
+def pick_of(logits: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same from logits (T, V') of which the first `vocabulary` count."""
+    partial = new_partial(len(logits), vocabulary, logits.device, IDS_AT_ONCE)
+    tiles, count = partial.sums.shape
+    _read[(count, tiles)](logits, *partial, logits.stride(0), vocabulary, BN=IDS_AT_ONCE, num_warps=8)
+    return _merged(partial, vocabulary)
+
+
+def _merged(partial: Partial, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tiles, count = partial.sums.shape
+    ids = torch.empty(2, count, dtype=torch.int64, device=partial.ids.device)
+    prob = torch.empty(2, count, device=partial.ids.device)
     _merge[(count,)](*partial, ids, prob, count, tiles, vocabulary, TILES=triton.next_power_of_2(tiles), num_warps=8)
     return ids[0], prob[0], ids[1], prob[1]
+
+
+@triton.jit
+def _leave(logits, n, vocabulary, LOGITS, IDS, SUMS, at, step, real):  # type: ignore[no-untyped-def]
+    """Of a tile of logits, ids by tokens, the best two of every token and the sum of its exponents."""
+    logits = tl.where((n < vocabulary)[:, None], logits, float("-inf"))
+    best = tl.max(logits, 0)
+    place = tl.min(tl.where(logits == best[None, :], n[:, None], 2147483647), 0)
+    total = tl.sum(tl.where((n < vocabulary)[:, None], tl.exp(logits - best[None, :]), 0.0), 0)
+    others = tl.where(n[:, None] == place[None, :], float("-inf"), logits)
+    second = tl.max(others, 0)
+    second_place = tl.min(tl.where(others == second[None, :], n[:, None], 2147483647), 0)
+    tl.store(LOGITS + at, best, mask=real)
+    tl.store(LOGITS + step + at, second, mask=real)
+    tl.store(IDS + at, place, mask=real)
+    tl.store(IDS + step + at, second_place, mask=real)
+    tl.store(SUMS + at, total, mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read(GIVEN, LOGITS, IDS, SUMS, columns, vocabulary, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    token, tile = tl.program_id(0), tl.program_id(1)
+    count = tl.num_programs(0)
+    n, m = tile * BN + tl.arange(0, BN), tl.arange(0, 1)
+    logits = tl.load(GIVEN + token.to(tl.int64) * columns + n, mask=n < vocabulary, other=0.0).to(tl.float32)
+    at = tile * count + token + m
+    _leave(logits[:, None], n, vocabulary, LOGITS, IDS, SUMS, at, tl.num_programs(1) * count, m == 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -79,20 +122,7 @@ def _scan(  # type: ignore[no-untyped-def]
     squares = tl.load(SQUARES + t[:, None] * all_tokens + token[None, :], mask=kept, other=0.0)
     logits = logits * tl.rsqrt(tl.sum(squares, 0) / inner + eps)[None, :]
     logits = logits.to(A.dtype.element_ty).to(tl.float32)
-    logits = tl.where((n < vocabulary)[:, None], logits, float("-inf"))
-    best = tl.max(logits, 0)
-    place = tl.min(tl.where(logits == best[None, :], n[:, None], 2147483647), 0)
-    total = tl.sum(tl.where((n < vocabulary)[:, None], tl.exp(logits - best[None, :]), 0.0), 0)
-    others = tl.where(n[:, None] == place[None, :], float("-inf"), logits)
-    second = tl.max(others, 0)
-    second_place = tl.min(tl.where(others == second[None, :], n[:, None], 2147483647), 0)
-    at = tile * count + m
-    step = tl.num_programs(0) * count
-    tl.store(LOGITS + at, best, mask=real)
-    tl.store(LOGITS + step + at, second, mask=real)
-    tl.store(IDS + at, place, mask=real)
-    tl.store(IDS + step + at, second_place, mask=real)
-    tl.store(SUMS + at, total, mask=real)
+    _leave(logits, n, vocabulary, LOGITS, IDS, SUMS, tile * count + m, tl.num_programs(0) * count, real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
