@@ -12,8 +12,8 @@ from test_engine import ALL, SMALL, Letters, alone, loaded, prompts, settings_of
 from torch import Tensor
 
 from freda.config import MethodConfig
-from freda.decode.batch import Pass, Request, Text
-from freda.decode.device import DeviceBatch, prefill, stays_on_device
+from freda.decode.batch import Batch, Pass, Request, Text
+from freda.decode.device import DeviceBatch, Machine, prefill, stays_on_device
 from freda.decode.engine import Engine, EngineConfig
 from freda.decode.generate import generate
 from freda.decode.pages import PagedCache, Pages
@@ -169,31 +169,43 @@ def test_what_does_not_stay_on_the_device() -> None:
 # -- on a GPU: kernels and graphs ------------------------------------------------------------------------------------
 
 
-def gpu_model(name: str, **shape: Any) -> LoadedModel:
-    """Sharp enough distributions that rounding seldom decides."""
+def gpu_model(name: str, dtype: torch.dtype, **shape: Any) -> LoadedModel:
     from freda.model.scorer import Scorer
 
     sizes = {"dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_dim": 512, "layers": 3, **shape}
     model = tiny_model(**sizes)
     model.scorer = Scorer(model.config)
     model.scorer.init_weights(0, model)
-    model = model.to("cuda", torch.bfloat16)
+    model = model.to("cuda", dtype)
     model.inv_freq = model.inv_freq.float()
     return LoadedModel(model, Letters(), MethodConfig(name=name, block_size=4), "test")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ALL)
-def test_sixty_four_mixed_requests_on_a_gpu(name: str) -> None:
-    """Kernels in bf16 round otherwise than the reference loop: nearly all texts are the same; no page is lost."""
-    model = gpu_model(name)
+def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """In fp32 kernels and graphs give the texts of the reference loop. In bf16 their sums round otherwise, and so do
+    those of the plain engine, by the size of its batches: as many texts differ."""
+    from freda.decode.packed import PackedModel
+
+    def machine(model: Transformer, pages: Pages) -> Machine:
+        made = PackedModel(model, pages)
+        if dtype == torch.float32:
+            made.prefill = PlainMachine(model, pages).prefill  # type: ignore[method-assign]  # cuDNN has no fp32
+        return made
+
+    model = gpu_model(name, dtype)
     asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(64, seed=4))]
-    engine = Engine(model, EngineConfig(max_batch=24, page_size=16, pages=300, on_device=True))
-    outputs = engine.run(asked)
-    assert {type(batch) for batch in engine.batches.values()} == {DeviceBatch}
     wanted = generate(model.model, METHODS[name], model.method, asked, stop_ids=[EOS])  # type: ignore[index]
-    same = sum(one.tokens == two.tokens for one, two in zip(outputs, wanted, strict=True))
-    print(f"{name}: {same} of {len(asked)} texts are the same")
-    assert same >= 0.8 * len(asked)
-    assert engine.pages.available == 300
+    same = {}
+    for on_device in (False, True):
+        config = EngineConfig(max_batch=24, page_size=16, pages=300, on_device=on_device)
+        engine = Engine(model, config, machine)
+        outputs = engine.run(asked)
+        kind = DeviceBatch if on_device else Batch
+        assert {type(batch) for batch in engine.batches.values()} == {kind} and engine.pages.available == 300
+        same[on_device] = sum(one.tokens == two.tokens for one, two in zip(outputs, wanted, strict=True))
+    print(f"{name}, {dtype}: of 64 texts {same[True]} are the same, {same[False]} of the plain engine")
+    assert same[True] >= (64 if dtype == torch.float32 else same[False] - 12)

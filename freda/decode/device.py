@@ -106,8 +106,8 @@ def prefill(machine: Machine, cache: PagedCache, texts: Sequence[Text], size: in
     cache.lengths = torch.tensor([text.stored for text in texts], dtype=torch.int64, device=device)
 
 
-def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> tuple[list[Tensor], Tensor]:
-    """`state.tensors()` after a pass, and its report (R, 2 + B) int64: has the block closed, is it sound, its ids."""
+def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> Tensor:
+    """A pass over `state`, which it changes. Its report is (R, 2 + B) int64: has the block closed, is it sound, ids."""
     machine, size, count = setting.machine, rows.block, len(state.pending_ids)
     before, choice, after = _around(setting.compiled)
     ids, alpha, *found = before(state, setting.method, setting.config, setting.wants, rows)
@@ -120,11 +120,12 @@ def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> tuple[
         chosen_one = choice(setting.model, setting.method, state.lanes, found, soft)
         tokens = tokens + rows.commit + chosen_one[:, None] * size
     prediction = tuple(machine.predict(tokens, buffers))
-    *left, report = after(state, setting.method, prediction, rows, setting.model.blank_id)
-    return left, report
+    report: Tensor = after(state, setting.method, prediction, rows, setting.model.blank_id)
+    return report
 
 
-# These three give back plain tuples: torch 2.11 compiles functions that return named ones, and returns others.
+# What these three give back are tensors and plain tuples: a named tuple that a compiled function returns is damaged in
+# torch 2.11 (its fields cannot be taken apart).
 
 
 def shown(state: State, method: Method, config: MethodConfig, wants: Wants, rows: Rows) -> tuple[Tensor, ...]:
@@ -142,28 +143,31 @@ def winner(model: Transformer, method: Method, lanes: Lanes, found: Sequence[Ten
     return chosen(model, method, lanes, Candidates(*found), soft).winner
 
 
-def advanced(
-    state: State, method: Method, prediction: Sequence[Tensor], rows: Rows, blank_id: int
-) -> tuple[Tensor, ...]:
-    """The state's tensors after a `Prediction` (R, B), and the report; where a block has closed, the next has begun."""
+def advance(state: State, method: Method, prediction: Sequence[Tensor], rows: Rows, blank_id: int) -> Tensor:
+    """Bring the state behind a `Prediction` (R, B); returns the report. Where a block has closed, the next begins.
+
+    The new state is written over the old one here, so that compiled, nothing is copied afterwards.
+    """
     lanes, texts, pending_ids = state
-    size = rows.block
     lanes = settled(lanes, method, Prediction(*prediction))
     draft, closed = lanes.draft, lanes.draft.closed
     sound = draft.prob.isfinite().all(-1)
     report = torch.cat([torch.stack([closed, sound], dim=1).long(), draft.ids], dim=1)
     fresh = start(draft.ids, torch.zeros_like(draft.given), blank_id)
-    lanes = lanes._replace(draft=merge(~closed, draft, fresh), begin=lanes.begin + size * closed)
+    lanes = lanes._replace(draft=merge(~closed, draft, fresh), begin=lanes.begin + rows.block * closed)
     stored = texts.stored + texts.pending if rows.commit else texts.stored
-    texts = texts._replace(stored=stored, pending=(size * closed).to(texts.pending))
-    return *State(lanes, texts, torch.where(closed[:, None], draft.ids, pending_ids)).tensors(), report
+    texts = texts._replace(stored=stored, pending=(rows.block * closed).to(texts.pending))
+    after = State(lanes, texts, torch.where(closed[:, None], draft.ids, pending_ids))
+    for old, new in zip(state.tensors(), after.tensors(), strict=True):
+        old.copy_(new)
+    return report
 
 
 @functools.cache
 def _around(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """What comes before a forward, the choice among candidates, and what comes after: some eighty small kernels, 350
     with a scorer, or, compiled, a few."""
-    functions = (shown, winner, advanced)
+    functions = (shown, winner, advance)
     if not compiled:
         return functions
     import torch._dynamo.config
@@ -198,10 +202,7 @@ class Program:
         buffers = self.setting.machine.buffers(len(self.state.pending_ids), rows)
 
         def run() -> Tensor:
-            after, report = one_pass(self.state, self.setting, rows, buffers)
-            for old, new in zip(self.state.tensors(), after, strict=True):
-                old.copy_(new)
-            return report
+            return one_pass(self.state, self.setting, rows, buffers)
 
         return run
 
@@ -261,13 +262,12 @@ class DeviceBatch(Batch):
         """Padding repeats the first text, over the spare page and with nothing stored."""
         more = size - len(self.texts)
         rows = self._tensor([*range(len(self.texts)), *[0] * more], torch.int64)
-        width, spare = self._table_pages, self.cache.pages.spare
-        tables = [table + [spare] * (width - len(table)) for table in self.cache.tables] + [[spare] * width] * more
         waiting = [text.clean[text.stored :] for text in self.texts]
         pending = [len(tokens) for tokens in waiting] + [0] * more
         ids = [tokens or [0] * self.size for tokens in waiting] + [[0] * self.size] * more
         stored = [text.stored for text in self.texts] + [0] * more
-        texts = Texts(*(self._tensor(values, torch.int32) for values in (tables, stored, pending)))
+        lengths = (self._tensor(values, torch.int32) for values in (stored, pending))
+        texts = Texts(self.cache.table(size, self._table_pages), *lengths)
         lanes = self.lanes.rows(rows)._replace(begin=self._tensor([*map(_begin, self.texts), *[0] * more], torch.int64))
         return State(lanes, texts, self._tensor(ids, torch.int64))
 

@@ -10,6 +10,7 @@ Pages that no request uses stay until their place is needed, the longest unused 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -98,10 +99,10 @@ class Pages:
 def _keys(text: Sequence[int], page_size: int, block_size: int) -> list[bytes]:
     """For every full page of a text, the hash of the text up to its end."""
     digest = hashlib.blake2b(block_size.to_bytes(4, "little"), digest_size=16)
-    keys = []
-    for end in range(page_size, len(text) + 1, page_size):
-        page = torch.tensor(text[end - page_size : end], dtype=torch.int64)
-        digest.update(page.numpy().tobytes())
+    ids = array("q", text[: len(text) // page_size * page_size])
+    keys, page, ids_bytes = [], page_size * ids.itemsize, ids.tobytes()
+    for begin in range(0, len(ids_bytes), page):
+        digest.update(ids_bytes[begin : begin + page])
         keys.append(digest.digest())
     return keys
 
@@ -120,6 +121,12 @@ class PagedCache:
         most = max((len(table) for table in self.tables), default=0)
         filled = [table + [self.pages.spare] * (most - len(table)) for table in self.tables]
         self._table = torch.tensor(filled, dtype=torch.int64, device=self.lengths.device).view(len(filled), most)
+
+    def table(self, rows: int, pages: int) -> Tensor:
+        """The tables as the kernels take them, (rows, pages) int32; what is more than there is names the spare page."""
+        here = self._table[:, :pages].int()
+        below, beside = rows - here.shape[0], pages - here.shape[1]
+        return torch.nn.functional.pad(here, (0, beside, 0, below), value=self.pages.spare)
 
     def join(self, other: PagedCache) -> None:
         """Take over the rows of another cache of the same pages."""

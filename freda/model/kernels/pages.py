@@ -41,7 +41,7 @@ def cut_for(requests: int, heads: Heads, rows: Rows) -> Cut:
         return Cut(share, 0, 64, 4 if share * rows.tokens <= 32 else 8)
     share = next((share for share in shares if share * rows.tokens >= 16), group)
     splits = 256 // (groups * group // share) - 1
-    return Cut(share, max(1, min(15, splits)), 128, 8)  # `_merged` takes 16 parts
+    return Cut(share, max(1, min(31, splits)), 128, 8)
 
 
 class Scratch(NamedTuple):
@@ -67,8 +67,9 @@ def new_scratch(requests: int, heads: Heads, rows: Rows, device: torch.device) -
 
 
 def _query_rows(cut: Cut, rows: Rows) -> int:
+    """With fewer than 64 rows there are no tall tiles of the tensor cores, with which alone loads are pipelined."""
     size: int = triton.next_power_of_2(rows.tokens * cut.share)
-    return max(16, size)
+    return max(16 if cut.splits else 64, size)
 
 
 def rotary(texts: Texts, rows: Rows, inv_freq: Tensor, out: Tensor) -> None:
@@ -140,50 +141,47 @@ def _half(A, BIASES, place, column, mask, step, PARTS: tl.constexpr, BIAS: tl.co
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(  # type: ignore[no-untyped-def]
-    first, second, WEIGHT, COS, SIN, token, mask, eps, KIND: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
-):
-    """Both halves of heads, normed and rotated."""
+def _to_turn(WEIGHT, COS, SIN, token, mask, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What `_turned` needs: asked for before anybody waits. Without norms the weights are not looked at."""
     c = tl.arange(0, HALF)
-    first, second = first.to(KIND).to(tl.float32), second.to(KIND).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
-        one, two = tl.load(WEIGHT + c).to(tl.float32)[None, :], tl.load(WEIGHT + HALF + c).to(tl.float32)[None, :]
-        first = ((first * scale).to(KIND).to(tl.float32) * one).to(KIND).to(tl.float32)
-        second = ((second * scale).to(KIND).to(tl.float32) * two).to(KIND).to(tl.float32)
     place = token[:, None] * HALF + c[None, :]
     cos = tl.load(COS + place, mask=mask[:, None], other=0.0)
     sin = tl.load(SIN + place, mask=mask[:, None], other=0.0)
+    return cos, sin, tl.load(WEIGHT + c), tl.load(WEIGHT + HALF + c)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(  # type: ignore[no-untyped-def]
+    first, second, cos, sin, one, two, eps, KIND: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
+):
+    """Both halves of heads, normed and rotated."""
+    first, second = first.to(KIND).to(tl.float32), second.to(KIND).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
+        first = ((first * scale).to(KIND).to(tl.float32) * one.to(tl.float32)[None, :]).to(KIND).to(tl.float32)
+        second = ((second * scale).to(KIND).to(tl.float32) * two.to(tl.float32)[None, :]).to(KIND).to(tl.float32)
     return (first * cos - second * sin).to(KIND), (second * cos + first * sin).to(KIND)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _merged(PART, LSE, group, active, BM: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Attention over all parts of a text and the new tokens, as a sum and its weight."""
-    i, whole = tl.arange(0, BM), tl.arange(0, C)
-    every = tl.arange(0, 16)[:, None]
-    all_lse = tl.load(
-        LSE + (group + every) * BM + i[None, :], mask=every <= active, other=float("-inf"), cache_modifier=".cg"
-    )
-    highest = tl.max(all_lse, 0)
-    total = tl.sum(tl.exp2(all_lse - highest[None, :]), 0)
-    mixed = tl.zeros((BM, C), tl.float32)
-    for first_part in range(0, active + 1, 8):  # eight are asked for before the first is waited for
+def _merged(PART, LSE, first, active, BM: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Attention over all parts of a text and the new tokens, eight of which are asked for before the first is waited
+    for. Weights are loaded in the shape of what they weigh: nothing goes from thread to thread."""
+    i, whole = tl.arange(0, BM)[:, None], tl.arange(0, C)[None, :]
+    highest = tl.full((BM, C), float("-inf"), tl.float32)
+    total, mixed = tl.zeros((BM, C), tl.float32), tl.zeros((BM, C), tl.float32)
+    for some in range(0, active + 1, 8):
         for further in tl.static_range(8):
-            part = first_part + further
-            slot = (group + tl.minimum(part, active)) * BM + i
-            weight = tl.exp2(tl.load(LSE + slot, cache_modifier=".cg") - highest)
-            weight = tl.where(part <= active, weight, 0.0)
-            mixed += weight[:, None] * tl.load(PART + slot[:, None] * C + whole[None, :], cache_modifier=".cg")
-    return mixed, total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _share(stored, SPLITS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Chunks of a text that each of its parts has, and how many parts that makes, none of them empty."""
-    chunks = tl.cdiv(stored, CHUNK)
-    per = tl.maximum(tl.cdiv(chunks, SPLITS), 1)
-    return per, tl.cdiv(chunks, per)
+            slot = (first + tl.minimum(some + further, active)) * BM + i
+            values = tl.load(PART + slot * C + whole, cache_modifier=".cg")
+            lse = tl.load(LSE + slot + whole * 0, cache_modifier=".cg")
+            lse = tl.where(some + further <= active, lse, float("-inf"))
+            higher = tl.maximum(highest, lse)
+            weight, shrink = tl.exp2(lse - higher), tl.exp2(highest - higher)
+            total = total * shrink + weight
+            mixed = mixed * shrink + weight * values
+            highest = higher
+    return mixed / total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -204,24 +202,30 @@ def _queries(  # type: ignore[no-untyped-def]
     """Both halves of a program's queries."""
     c, real = tl.arange(0, HALF), token < S
     place, column = (request * S + token)[:, None] * WIDTH, (head * 2 * HALF)[:, None] + c[None, :]
+    cos, sin, one, two = _to_turn(QNORM, COS, SIN, request * S + token, real, HALF)
     first = _half(A, BIASES, place, column, real[:, None], tokens * WIDTH, PARTS, BIAS)
     second = _half(A, BIASES, place, column + HALF, real[:, None], tokens * WIDTH, PARTS, BIAS)
-    return _turned(first, second, QNORM, COS, SIN, request * S + token, real, eps, KIND, HALF, NORM)
+    return _turned(first, second, cos, sin, one, two, eps, KIND, HALF, NORM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pages_of(TABLE, request, at, table_step, PAGE: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The page of every token of a chunk. It does not wait for how long the text is: the table is filled up."""
+    leaf = (at + tl.arange(0, CHUNK)) // PAGE
+    return tl.load(TABLE + request * table_step + leaf, mask=leaf < table_step, other=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _stored(  # type: ignore[no-untyped-def]
-    KEYS, VALUES, TABLE, request, kv, at, end, table_step,
-    KV: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    KEYS, VALUES, page, kv, at, end, KV: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr
+):
     """Both halves of the keys, and the values, of a chunk of a text; zero behind `end`."""
     j, c, whole = at + tl.arange(0, CHUNK), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
-    known = j < end
-    page = tl.load(TABLE + request * table_step + j // PAGE, mask=known, other=0).to(tl.int64)
-    base = ((page * KV + kv) * PAGE + j % PAGE)[:, None] * (2 * HALF)
-    k1 = tl.load(KEYS + base + c[None, :], mask=known[:, None], other=0.0)
-    k2 = tl.load(KEYS + base + HALF + c[None, :], mask=known[:, None], other=0.0)
-    v = tl.load(VALUES + base + whole[None, :], mask=known[:, None], other=0.0)
+    known = (j < end)[:, None]
+    base = ((page.to(tl.int64) * KV + kv) * PAGE + j % PAGE)[:, None] * (2 * HALF)
+    k1 = tl.load(KEYS + base + c[None, :], mask=known, other=0.0)
+    k2 = tl.load(KEYS + base + HALF + c[None, :], mask=known, other=0.0)
+    v = tl.load(VALUES + base + whole[None, :], mask=known, other=0.0)
     return k1, k2, v
 
 
@@ -231,7 +235,11 @@ def _with(scores, v, highest, total, mixed):  # type: ignore[no-untyped-def]
     higher = tl.maximum(highest, tl.max(scores, 1))
     p = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(highest - higher)
-    return higher, total * shrink + tl.sum(p, 1), mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+    return (
+        higher,
+        total * shrink + tl.sum(p, 1),
+        mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee"),
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -249,16 +257,19 @@ def _new_tokens(  # type: ignore[no-untyped-def]
     t, c, whole = tl.arange(0, BT), tl.arange(0, HALF), tl.arange(0, C)
     mine = t < S
     spot, field = (request * S + t)[:, None] * WIDTH, ((GROUP * KV + kv) * C) + c[None, :]
-    one = _half(A, BIASES, spot, field, mine[:, None], tokens * WIDTH, PARTS, BIAS)
-    two = _half(A, BIASES, spot, field + HALF, mine[:, None], tokens * WIDTH, PARTS, BIAS)
+    pending = tl.load(PENDING + request)
+    cos, sin, one, two = _to_turn(KNORM, COS, SIN, request * S + t, mine, HALF)
+    first = _half(A, BIASES, spot, field, mine[:, None], tokens * WIDTH, PARTS, BIAS)
+    second = _half(A, BIASES, spot, field + HALF, mine[:, None], tokens * WIDTH, PARTS, BIAS)
     values_at = ((GROUP * KV + KV + kv) * C) + whole[None, :]
     nv = _half(A, BIASES, spot, values_at, mine[:, None], tokens * WIDTH, PARTS, BIAS).to(KIND)
-    n1, n2 = _turned(one, two, KNORM, COS, SIN, request * S + t, mine, eps, KIND, HALF, NORM)
-    pending = tl.load(PENDING + request)
+    n1, n2 = _turned(first, second, cos, sin, one, two, eps, KIND, HALF, NORM)
     same = (token >= COMMIT)[:, None] & ((token[:, None] - COMMIT) // BLOCK == (t[None, :] - COMMIT) // BLOCK)
     commits = token < tl.where(pending > 0, S, COMMIT)  # sees the block that is being committed
     seen = tl.where((t < COMMIT)[None, :], commits[:, None], same) & mine[None, :]
-    scores = (tl.dot(q1, tl.trans(n1)) + tl.dot(q2, tl.trans(n2))) * (1.4426950408889634 / tl.sqrt(C * 1.0))
+    scores = (tl.dot(q1, tl.trans(n1), input_precision="ieee") + tl.dot(q2, tl.trans(n2), input_precision="ieee")) * (
+        1.4426950408889634 / tl.sqrt(C * 1.0)
+    )
     if COMMIT > 0:
         kept = t < tl.where(writes & (pending > 0), COMMIT, 0)
         fresh = stored + t
@@ -293,13 +304,16 @@ def _attend_whole(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     highest = tl.max(scores, 1)
     p = tl.exp2(scores - highest[:, None])
-    total, mixed = tl.sum(p, 1), tl.dot(p.to(KIND), nv)
+    total, mixed = tl.sum(p, 1), tl.dot(p.to(KIND), nv, input_precision="ieee")
     factor = 1.4426950408889634 / tl.sqrt(C * 1.0)
     for at in tl.range(0, stored, CHUNK, num_stages=STAGES):
-        k1, k2, v = _stored(KEYS, VALUES, TABLE, request, kv, at, stored, table_step, KV, HALF, PAGE, CHUNK)
-        scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * factor
-        scores = tl.where((at + tl.arange(0, CHUNK) < stored)[None, :], scores, float("-inf"))
-        highest, total, mixed = _with(scores, v, highest, total, mixed)
+        page = _pages_of(TABLE, request, at, table_step, PAGE, CHUNK)
+        k1, k2, v = _stored(KEYS, VALUES, page, kv, at, stored, KV, HALF, PAGE, CHUNK)
+        marks = (
+            tl.dot(q1, tl.trans(k1), input_precision="ieee") + tl.dot(q2, tl.trans(k2), input_precision="ieee")
+        ) * factor
+        marks = tl.where((at + tl.arange(0, CHUNK) < stored)[None, :], marks, float("-inf"))
+        highest, total, mixed = _with(marks, v, highest, total, mixed)
     out = ((request * S + token) * GROUP * KV + head)[:, None] * C + tl.arange(0, C)[None, :]
     tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=(token < S)[:, None])
 
@@ -318,8 +332,10 @@ def _attend_parts(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr = (GROUP + 2) * KV * C
     team, split = tl.program_id(0), tl.program_id(1)
     request, kv, token, head = _team(S, GROUP, SHARE, KV, BM)
+    begin = tl.maximum(split - 1, 0) * CHUNK  # chunks are dealt out in turn
+    page = _pages_of(TABLE, request, begin, table_step, PAGE, CHUNK)
     stored = tl.load(STORED + request)
-    per, active = _share(stored, SPLITS, CHUNK)
+    active = tl.minimum(tl.cdiv(stored, CHUNK), SPLITS)
     if split > active:
         return
     whole, slot = tl.arange(0, C), (team * (SPLITS + 1) + split) * BM + tl.arange(0, BM)
@@ -335,28 +351,32 @@ def _attend_parts(  # type: ignore[no-untyped-def]
         highest = tl.max(scores, 1)
         p = tl.exp2(scores - highest[:, None])
         total = tl.sum(p, 1)
-        tl.store(PART + slot[:, None] * C + whole[None, :], tl.dot(p.to(KIND), nv) / total[:, None])
+        tl.store(
+            PART + slot[:, None] * C + whole[None, :], tl.dot(p.to(KIND), nv, input_precision="ieee") / total[:, None]
+        )
         tl.store(LSE + slot, highest + tl.log2(total))
     else:
-        begin = (split - 1) * per * CHUNK
-        end = tl.minimum(stored, begin + per * CHUNK)
-        k1, k2, v = _stored(KEYS, VALUES, TABLE, request, kv, begin, end, table_step, KV, HALF, PAGE, CHUNK)  # first
+        k1, k2, v = _stored(KEYS, VALUES, page, kv, begin, stored, KV, HALF, PAGE, CHUNK)
         q1, q2 = _queries(
             A, QNORM, BIASES, COS, SIN, request, token, head, tokens, eps, S, WIDTH, HALF, PARTS, KIND, NORM, BIAS
         )
         highest = tl.full((BM,), float("-inf"), tl.float32)
         total, mixed = tl.zeros((BM,), tl.float32), tl.zeros((BM, C), tl.float32)
         factor = 1.4426950408889634 / tl.sqrt(C * 1.0)
-        for at in range(begin, end, CHUNK):
-            scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * factor
-            scores = tl.where((at + tl.arange(0, CHUNK) < end)[None, :], scores, float("-inf"))
+        for at in range(begin, stored, SPLITS * CHUNK):
+            scores = (
+                tl.dot(q1, tl.trans(k1), input_precision="ieee") + tl.dot(q2, tl.trans(k2), input_precision="ieee")
+            ) * factor
+            scores = tl.where((at + tl.arange(0, CHUNK) < stored)[None, :], scores, float("-inf"))
             highest, total, mixed = _with(scores, v, highest, total, mixed)
-            k1, k2, v = _stored(KEYS, VALUES, TABLE, request, kv, at + CHUNK, end, table_step, KV, HALF, PAGE, CHUNK)
+            after = at + SPLITS * CHUNK
+            page = _pages_of(TABLE, request, after, table_step, PAGE, CHUNK)
+            k1, k2, v = _stored(KEYS, VALUES, page, kv, after, stored, KV, HALF, PAGE, CHUNK)
         tl.store(PART + slot[:, None] * C + whole[None, :], mixed / total[:, None])
         tl.store(LSE + slot, highest + tl.log2(total))
     tl.debug_barrier()
     if tl.atomic_add(COUNTS + team, 1, sem="acq_rel", scope="gpu") == active:
-        mixed, total = _merged(PART, LSE, team * (SPLITS + 1), active, BM, C)
+        merged = _merged(PART, LSE, team * (SPLITS + 1), active, BM, C)
         tl.atomic_xchg(COUNTS + team, 0)
         out = ((request * S + token) * GROUP * KV + head)[:, None] * C + whole[None, :]
-        tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=(token < S)[:, None])
+        tl.store(OUT + out, merged.to(OUT.dtype.element_ty), mask=(token < S)[:, None])

@@ -114,7 +114,7 @@ def _scan(  # type: ignore[no-untyped-def]
     for at in tl.range(0, inner, BK, num_stages=STAGES):
         a = tl.load(given + at, mask=real[None, :], other=0.0)
         w = tl.load(weight + at, eviction_policy="evict_first").to(A.dtype.element_ty)
-        logits = tl.dot(w, a, logits)
+        logits = tl.dot(w, a, logits, input_precision="ieee")
     if INT8:
         logits = logits * tl.load(SCALES + tl.minimum(n, rows - 1))[:, None]
     t = tl.arange(0, TILES)

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
 
 # Found by trying on an H200 with 8 tokens and Qwen3-4B's shape; splits leave two to four programs a multiprocessor.
-PROJECT, RESIDUAL, GATE, HEAD = Plan(4, 64, 4), Plan(8, 128, 3), Plan(1, 128, 3), Plan(1, 128, 3)
+PROJECT, RESIDUAL, GATE, HEAD = Plan(2, 64, 5), Plan(5, 128, 4), Plan(1, 128, 3), Plan(1, 128, 3)
 
 
 def new_stream(tokens: int, width: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Stream:
@@ -165,21 +165,23 @@ def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
     last = min(inner, first + per)
     weight = W + n[:, None].to(tl.int64) * inner + k[None, :]
     given = A + m[None, :] * inner + k[:, None]
+    place, t = m[None, :] * rows + n[:, None], tl.arange(0, TILES)
+    if MODE < 2:  # what is needed in the end is asked for now
+        squares = tl.load(
+            SQUARES + t[:, None] * tokens + m[None, :], mask=(t < tiles)[:, None] & real[None, :], other=0.0
+        )
+    else:
+        old = tl.load(X + place, mask=real[None, :], other=0.0)
+        norm = tl.load(OUT + n)
     total = tl.zeros((BN, BM), tl.float32)
     for at in tl.range(first, last, BK, num_stages=STAGES):
         a = tl.load(given + at, mask=real[None, :], other=0.0)
         w = tl.load(weight + at, eviction_policy="evict_first").to(A.dtype.element_ty)
-        total = tl.dot(w, a, total)
+        total = tl.dot(w, a, total, input_precision="ieee")
     if INT8:
         total = total * tl.load(SCALES + n)[:, None]
-    place = m[None, :] * rows + n[:, None]
     if MODE < 2:  # of a normed stream
-        t = tl.arange(0, TILES)
-        squares = tl.load(
-            SQUARES + t[:, None] * tokens + m[None, :], mask=(t < tiles)[:, None] & real[None, :], other=0.0
-        )
-        scale = tl.rsqrt(tl.sum(squares, 0) / inner + eps)[None, :]
-        total = total * scale
+        total = total * tl.rsqrt(tl.sum(squares, 0) / inner + eps)[None, :]
     if MODE == 0:
         tl.store(OUT + split * tokens * rows + place, total.to(OUT.dtype.element_ty), mask=real[None, :])
     if MODE == 1:
@@ -201,10 +203,9 @@ def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
                         PARTS + part * tokens * rows + place, mask=real[None, :], other=0.0, cache_modifier=".cg"
                     )
                 tl.atomic_xchg(COUNTS + tile, 0)
-            x = tl.load(X + place, mask=real[None, :], other=0.0).to(tl.float32)
-            x = (x + total.to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty)
+            x = (old.to(tl.float32) + total.to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty)
             wide = x.to(tl.float32)
-            norm = tl.load(OUT + n).to(tl.float32)[:, None]
+            scaled = wide * norm.to(tl.float32)[:, None]
             tl.store(X + place, x, mask=real[None, :])
-            tl.store(SCALED + place, (wide * norm).to(SCALED.dtype.element_ty), mask=real[None, :])
+            tl.store(SCALED + place, scaled.to(SCALED.dtype.element_ty), mask=real[None, :])
             tl.store(SQUARES + tile * tokens + m, tl.sum(wide * wide, 0), mask=real)
