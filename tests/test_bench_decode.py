@@ -18,7 +18,7 @@ from freda.bench.hugging_face import borrowed, timed_generate
 from freda.cli import run
 from freda.config import MethodConfig
 from freda.data.tokenizer import Tokenizer
-from freda.decode import engine
+from freda.decode import device, engine
 from freda.decode.batch import Request
 from freda.decode.device import Program
 from freda.decode.engine import EngineConfig
@@ -158,16 +158,20 @@ def test_int8_weights_count_a_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert shares[1] == pytest.approx(shares[0] / 4, rel=0.02)  # of four bytes of fp32
 
 
+@pytest.mark.parametrize("long", [1024, 20, 4])  # never, on the way, at once
 @pytest.mark.parametrize("method", ["self-refine", "best-of-n"])
-def test_no_graph_is_made_while_the_clock_runs(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graph_is_made_while_the_clock_runs(method: str, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "LONG", long)
+    monkeypatch.setattr(decode, "LONG", long)
     made, warm, build, warm_up = [], [], Program._plain, decode._warm_up
     monkeypatch.setattr(engine, "_packed_model", plain_machine)
-    monkeypatch.setattr(Program, "_plain", lambda program, rows: (made.append(rows), build(program, rows))[1])
+    monkeypatch.setattr(Program, "_plain", lambda program, *form: (made.append(form), build(program, *form))[1])
     monkeypatch.setattr(decode, "_warm_up", lambda *given: (warm_up(*given), warm.append(len(made))))
     case = decode.Case(batch=7, context=9, new_tokens=30, passes=3, threshold=0.3, method=method)
     model = loaded(method)._replace(tokenizer=decode.NoText())
     row = decode._measured(model, case, decode.Limits(1.0, 1.0), print, EngineConfig(on_device=True), profile=False)
     assert row["on_device"] and 0 < warm[0] == len(made)
+    assert {form[1] for form in made} == {1024: {False}, 20: {False, True}, 4: {True}}[long]
     assert row["tokens_per_s"] / row["forwards_per_s"] < 7 * row["tpf"] * 0.99, "all texts ended together"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from freda.config import MethodConfig
 from freda.decode.batch import Batch, Pass, Request, Text
-from freda.decode.device import DeviceBatch, Machine, prefill, stays_on_device
+from freda.decode.device import DeviceBatch, Machine, Report, prefill, stays_on_device
 from freda.decode.engine import Engine, EngineConfig
 from freda.decode.generate import generate
 from freda.decode.pages import PagedCache, Pages
@@ -34,7 +34,7 @@ class PlainMachine:
     def __init__(self, model: Transformer, pages: Pages) -> None:
         self.model, self.pages = model, pages
 
-    def buffers(self, requests: int, rows: Rows) -> dict[str, Tensor]:
+    def buffers(self, requests: int, rows: Rows, long: bool) -> dict[str, Tensor]:
         return {}
 
     def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: dict[str, Tensor]) -> None:
@@ -73,7 +73,7 @@ class PlainMachine:
 def test_every_request_is_what_generate_makes_of_it_alone(name: str) -> None:
     """Fourteen requests with settings of their own through five places: they enter, leave, are filled up to eight."""
     model = loaded(name)
-    config = EngineConfig(max_batch=5, page_size=8, pages=60, prefill=24, on_device=True)
+    config = EngineConfig(max_batch=5, page_size=8, pages=60, prefill=24)
     asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(14, seed=2))]
     engine = Engine(model, config, PlainMachine)
     outputs = engine.run(asked)
@@ -84,7 +84,7 @@ def test_every_request_is_what_generate_makes_of_it_alone(name: str) -> None:
 
 def test_requests_by_chance_go_the_plain_way_beside() -> None:
     model = loaded("best-of-n")
-    engine = Engine(model, replace(SMALL, on_device=True), PlainMachine)
+    engine = Engine(model, SMALL, PlainMachine)
     asked = [Request(prompt=p, **settings_of(n)) for n, p in enumerate(prompts(12))]
     outputs = engine.run(asked)
     assert {kind for kind in engine.batches} == {("best-of-n", True), ("best-of-n", False)}
@@ -94,13 +94,14 @@ def test_requests_by_chance_go_the_plain_way_beside() -> None:
 
 @pytest.mark.parametrize("name", ["self-refine", "best-of-n"])
 def test_watched_passes_are_the_same(name: str) -> None:
-    """Somebody looks at every third step: those passes are made the plain way, and nothing else changes."""
+    """Somebody looks at some steps: those passes are made the plain way, but for one that is under way already, and
+    nothing else changes."""
     model = loaded(name)
     asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(4, seed=3))]
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60, on_device=True), PlainMachine)
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
     numbers, seen, steps = [engine.submit(request) for request in asked], list[Pass](), 0
     while engine.busy:
-        engine.step(seen.append if steps % 3 == 1 else None)
+        engine.step(seen.append if steps % 4 in (1, 2) else None)
         steps += 1
     assert seen
     for number, request in zip(numbers, asked, strict=True):
@@ -108,9 +109,22 @@ def test_watched_passes_are_the_same(name: str) -> None:
         assert (output.tokens, output.nfe, output.finish) == alone(model, request, name)
 
 
+def test_passes_go_ahead_of_their_reports_but_not_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next pass starts before the report of the last is read, and none is made in vain."""
+    started, read = [0], []
+    run, tell = PlainMachine.run, Report.read
+    monkeypatch.setattr(PlainMachine, "run", lambda *given: (started.__setitem__(0, started[0] + 1), run(*given))[1])
+    monkeypatch.setattr(Report, "read", lambda report: (read.append(started[0]), tell(report))[1])
+    model = loaded("self-refine")
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
+    output = engine.run([Request(prompt=prompts(1)[0], max_new_tokens=24, passes=2, threshold=2.0)])[0]
+    assert len(output.tokens) == 24 and started[0] == output.nfe == len(read)
+    assert [begun - number for number, begun in enumerate(read, 1)].count(1) >= output.nfe - 4
+
+
 def test_cancelling_disturbs_nobody() -> None:
     model = loaded()
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60, on_device=True), PlainMachine)
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
     asked = [Request(prompt=p, max_new_tokens=20, threshold=0.5) for p in prompts(4, seed=9)]
     numbers = [engine.submit(request) for request in asked]
     for _ in range(3):
@@ -129,15 +143,15 @@ def test_damaged_weights_end_the_request_with_an_error() -> None:
     model = loaded()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    engine = Engine(model, replace(SMALL, on_device=True), PlainMachine)
+    engine = Engine(model, SMALL, PlainMachine)
     engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=8))
     events = engine.step()
     assert [event.finish for event in events] == ["error"] and not engine.busy
 
 
-def test_it_is_only_done_where_asked_for() -> None:
+def test_it_can_be_left_out() -> None:
     model = loaded()
-    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20), PlainMachine)
+    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20, on_device=False), PlainMachine)
     engine.run([Request(prompt=[1, 2], max_new_tokens=4)])
     assert not any(isinstance(batch, DeviceBatch) for batch in engine.batches.values())
 

@@ -61,8 +61,8 @@ def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, w
     shape, rows, stored, pending = CASES[case]
     usual, chunk = pages.cut_for, {"chunk": 16} if case % 2 else {}
 
-    def cut(*of: Any) -> pages.Cut:
-        return usual(*of)._replace(**chunk)
+    def cut(*of: Any, long: bool) -> pages.Cut:
+        return usual(*of, long=long)._replace(**chunk)
 
     model = filled_model(device, dtype, **shape, tied=not int8)  # a table of its own for the head
     assert fits(model)
@@ -88,7 +88,7 @@ def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, w
     found = []
     for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1], int8=int8)):
         with patch.object(pages, "MANY", 1 if whole else pages.MANY), patch.object(pages, "cut_for", cut):
-            buffers = machine.buffers(count, rows)
+            buffers = machine.buffers(count, rows, long=case == 6)
             machine.run(given, texts, rows, buffers)  # type: ignore[arg-type]
         with patch.object(pick, "IDS_AT_ONCE", 64 if case % 2 else pick.IDS_AT_ONCE):
             first = machine.predict(tokens, buffers)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from freda.bench import hugging_face
 from freda.config import MethodConfig
 from freda.data.tokenizer import Tokenizer
 from freda.decode.batch import Request
-from freda.decode.device import BUCKETS
+from freda.decode.device import BUCKETS, LONG
 from freda.decode.engine import Engine, EngineConfig
 from freda.decode.generate import generate
 from freda.errors import require
@@ -154,10 +154,16 @@ def _warm_up(engine: Engine, case: Case) -> None:
     """
     loaded, size = engine.loaded, engine.loaded.method.block_size
     few = replace(case, new_tokens=min(case.new_tokens, 3 * size), threshold=NEVER)
-    engine.run(_requests(loaded, few, seed=0), method=case.method)
-    if case.threshold <= 1:
+    contexts = [case.context]
+    if case.context <= LONG < case.context + case.new_tokens:  # attention changes its form on the way
+        contexts.append(min(case.context + case.new_tokens - few.new_tokens, LONG + size))
+    for context in contexts:
+        engine.run(_requests(loaded, replace(few, context=context), seed=0), method=case.method)
+        if case.threshold > 1:
+            continue
+        short = context if context > LONG else min(context, size)
         for count in (*(bucket for bucket in BUCKETS if bucket < case.batch), case.batch):
-            some = _requests(loaded, replace(few, batch=count, context=min(case.context, size)), seed=0)
+            some = _requests(loaded, replace(few, batch=count, context=short), seed=0)
             engine.run(some, method=case.method)
             engine.run([replace(r, passes=1) if r.seed % 2 else r for r in some], method=case.method)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from freda.config import DecodeConfig, MethodConfig
-from freda.decode.batch import Batch, Text
+from freda.decode.batch import Batch, Text, Watch
 from freda.decode.lanes import Lanes, Wants, candidates_of, chosen, settled, wants_of
 from freda.decode.pages import PagedCache
 from freda.methods.draft import Candidates, Prediction, merge, start
@@ -31,16 +31,16 @@ from freda.model.transformer import Transformer
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # numbers of requests that graphs are made for
 
 
-MOST_COMPILED = (
-    4  # requests: eighty kernels of 2 µs are 6% of a forward over a few tokens and nothing beside a large one
-)
+MOST_COMPILED = 4  # requests: eighty kernels of 2 µs are 6% of a forward over few tokens, nothing beside a large one
+MOST_AHEAD = 64  # tokens of a forward that waits for the weights, whose time does not depend on how many they are
+LONG = 1024  # tokens of a text from which on attention has another form
 
 
 class Machine(Protocol):
     """What runs the forwards: `packed.PackedModel`."""
 
-    def buffers(self, requests: int, rows: Rows) -> Any:
-        """Memory for a forward over the new tokens of so many requests."""
+    def buffers(self, requests: int, rows: Rows, long: bool) -> Any:
+        """Memory for a forward over the new tokens of so many requests; are their texts long?"""
 
     def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Any) -> None:
         """All layers over tokens `given` as (ids, α), each (R · rows,); what is committed goes into the pages."""
@@ -183,7 +183,7 @@ class Program:
 
     def __init__(self, state: State, setting: Setting) -> None:
         self.state, self.setting = state, setting
-        self._runs: dict[Rows, Callable[[], Tensor]] = {}
+        self._runs: dict[tuple[Rows, bool], Callable[[], Tensor]] = {}
 
     def load(self, state: State) -> None:
         """Take over another state of the same size."""
@@ -192,24 +192,25 @@ class Program:
         for old, new in zip([*self.state.tensors(), *fixed], [*state.tensors(), *given], strict=True):
             old.copy_(new)
 
-    def step(self, rows: Rows) -> Tensor:
-        """One pass; returns its report."""
-        if rows not in self._runs:
-            self._runs[rows] = self._captured(rows) if self.state.pending_ids.is_cuda else self._plain(rows)
-        return self._runs[rows]()
+    def step(self, rows: Rows, long: bool) -> Tensor:
+        """One pass, over long texts or not; returns its report."""
+        if (rows, long) not in self._runs:
+            made = self._captured if self.state.pending_ids.is_cuda else self._plain
+            self._runs[rows, long] = made(rows, long)
+        return self._runs[rows, long]()
 
-    def _plain(self, rows: Rows) -> Callable[[], Tensor]:
-        buffers = self.setting.machine.buffers(len(self.state.pending_ids), rows)
+    def _plain(self, rows: Rows, long: bool) -> Callable[[], Tensor]:
+        buffers = self.setting.machine.buffers(len(self.state.pending_ids), rows, long)
 
         def run() -> Tensor:
             return one_pass(self.state, self.setting, rows, buffers)
 
         return run
 
-    def _captured(self, rows: Rows) -> Callable[[], Tensor]:
+    def _captured(self, rows: Rows, long: bool) -> Callable[[], Tensor]:
         """The same as a CUDA graph. What is run to warm up is undone: all but the pages, where it writes what the first
         replay will write again."""
-        run = self._plain(rows)
+        run = self._plain(rows, long)
         before = [tensor.clone() for tensor in self.state.tensors()]
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -228,6 +229,32 @@ class Program:
         return replay
 
 
+class Report:
+    """What a pass has to say, on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor.to("cpu", non_blocking=True, copy=True)
+        self._there = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._there is not None:
+            self._there.record()
+
+    def read(self) -> list[list[int]]:
+        """Its rows, as soon as they are there."""
+        if self._there is not None:
+            self._there.synchronize()
+        rows: list[list[int]] = self._host.tolist()
+        return rows
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def rows(self, rows: Sequence[int]) -> Report:
+        """Only these."""
+        if self._there is not None:
+            self._there.synchronize()
+        return Report(self._host[list(rows)])
+
+
 class DeviceBatch(Batch):
     """A batch whose passes stay on the device."""
 
@@ -241,6 +268,7 @@ class DeviceBatch(Batch):
         self._program: Program | None = None
         self._fresh_rows = set[int]()  # whose draft is still blank
         self._report: list[list[int]] = []  # of the last pass; empty if that was a plain one
+        self._ahead: Report | None = None  # of a pass that is under way already
 
     def _load(self) -> Program:
         """The state of all texts, filled up to the next size that there are graphs for."""
@@ -272,21 +300,41 @@ class DeviceBatch(Batch):
         return State(lanes, texts, self._tensor(ids, torch.int64))
 
     def draft_pass(self) -> list[int]:
-        """One forward that commits what is pending and predicts; returns the rows whose block has closed."""
-        if self.watched:
+        """One forward that commits what is pending and predicts; returns the rows whose block has closed.
+
+        Where there are few tokens, the next pass is started before the report of this one is read, so that the device
+        does not wait for the host. What has joined since then is not in the report, and waits for the next.
+        """
+        if self.watched and self._ahead is None:
             return self._plain_pass()
-        if self._program is None:
-            self._program = self._load()
-        pending = any(text.stored < len(text.clean) for text in self.texts)
-        width = self._program.setting.wants.width if self.method.SCORES else 1
-        drafts = 0 if not self.method.DRAFTS else 1 if len(self._fresh_rows) == len(self.texts) else width
-        self._report = self._program.step(Rows(self.size if pending else 0, self.size, drafts)).tolist()
-        for text in self.texts:
+        report = self._start() if self._ahead is None else self._ahead
+        self._ahead = self._start() if self._program is not None and self._goes_ahead() else None
+        self._report = report.read()
+        seen = min(len(self.texts), len(self._report))
+        for text in self.texts[:seen]:
             text.nfe += 1
             text.stored = len(text.clean)
-        closed = [row for row in range(len(self.texts)) if self._report[row][0]]
+        self._report += [[0, 1] + [0] * self.size] * (len(self.texts) - seen)
+        closed = [row for row in range(seen) if self._report[row][0]]
         self._fresh_rows = set(closed)
         return closed
+
+    def _start(self) -> Report:
+        """Start a pass of the form that the texts want; one that goes ahead takes what may come of the last."""
+        if self._program is None:
+            self._program = self._load()
+        pending = self._goes_ahead() or any(text.stored < len(text.clean) for text in self.texts)
+        width = self._program.setting.wants.width if self.method.SCORES else 1
+        drafts = 0 if not self.method.DRAFTS else 1 if len(self._fresh_rows) == len(self.texts) else width
+        long = any(len(text.clean) > LONG for text in self.texts)
+        report = self._program.step(Rows(self.size if pending else 0, self.size, drafts), long)
+        return Report(report[: len(self.texts)])
+
+    def _goes_ahead(self) -> bool:
+        """Few tokens, among which a block to commit costs nothing where there is none; and not all at their end."""
+        few = len(self.texts) * 2 * self.size <= MOST_AHEAD
+        ending = all(len(text.new) + self.size >= text.request.max_new_tokens for text in self.texts)
+        return few and not ending and not self.method.SCORES and not self.watched
 
     def _plain_pass(self) -> list[int]:
         """A pass as `Batch` does it, where somebody wants to see the drafts."""
@@ -303,6 +351,11 @@ class DeviceBatch(Batch):
         """The tokens of a draft after the last pass."""
         return [int(token) for token in self._report[row][2:]] if self._report else super().block(row)
 
+    def show(self, watch: Watch) -> None:
+        """A pass that was under way before anybody watched is not shown."""
+        if not self._report:
+            super().show(watch)
+
     def next_blocks(self, finished: set[int]) -> None:
         """After a pass on the device the next blocks have begun already; let finished texts leave."""
         if not self._report:
@@ -318,6 +371,9 @@ class DeviceBatch(Batch):
     def leave(self, finished: set[int]) -> None:
         """Drop these rows."""
         self._unload()
+        if self._ahead is not None:
+            left = [row for row in range(len(self._ahead)) if row not in finished]
+            self._ahead = self._ahead.rows(left) if left else None
         super().leave(finished)
 
     def _unload(self) -> None:

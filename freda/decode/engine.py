@@ -38,8 +38,8 @@ class EngineConfig:
     page_size: int = 16  # tokens
     pages: int = 0  # 0: enough for max_batch requests of the model's longest text, at most 65,536 tokens
     queue: int = 1024  # requests that may wait
-    prefill: int = 2048  # tokens of prompts in one forward
-    on_device: bool = False  # keep passes on the GPU, in CUDA graphs, where model and request allow it
+    prefill: int = 4096  # tokens of prompts in one forward
+    on_device: bool = True  # keep passes on the GPU, in CUDA graphs, where model and request allow it
     int8: bool = False  # and their weights as int8, where few tokens wait for them
 
 

@@ -143,8 +143,8 @@ class PackedModel:
         stored = quantize.packed({"head": head}) if int8 else {"head": head}
         self.head = Matrix(stored["head"], stored.get("head" + quantize.SCALE))
 
-    def buffers(self, requests: int, rows: Rows) -> Buffers:
-        """Memory for a forward over the new tokens of so many requests."""
+    def buffers(self, requests: int, rows: Rows, long: bool = False) -> Buffers:
+        """Memory for a forward over the new tokens of so many requests; are their texts long?"""
         layer, (_, width, _), kind = self.layers[0], self.stacked.out.shape, self.stacked.out.dtype
         tokens, heads, device = requests * rows.tokens, layer.heads, self.stacked.out.device
         few, exact = tokens <= skinny.MOST_ROWS, torch.float32
@@ -160,7 +160,7 @@ class PackedModel:
             attended=empty(tokens, heads.heads * heads.width),
             inner=empty(tokens, len(layer.gate_up.values) // 2),
             sums=skinny.new_scratch(tokens if few else 0, width, device),
-            attention=pages.new_scratch(requests, heads, rows, device),
+            attention=pages.new_scratch(pages.cut_for(requests, heads, rows, long=long), requests, heads, rows, device),
         )
 
     def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Buffers) -> None:

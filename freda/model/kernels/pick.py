@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freda.model.kernels.skinny import HEAD, Matrix, Stream
+from freda.model.kernels.skinny import HEAD, Matrix, Stream, widened
 
 IDS_AT_ONCE = 4096  # logits of a token that one program reads
 
@@ -48,8 +48,9 @@ def pick(
         BN=HEAD.tile,
         BK=HEAD.chunk,
         TILES=triton.next_power_of_2(len(stream.squares)),
-        STAGES=HEAD.stages,
+        STAGES=HEAD.stages if scales is None else 2 * HEAD.stages,
         INT8=scales is not None,
+        FAST=stream.x.is_cuda and stream.x.dtype == torch.bfloat16,
         num_warps=4,
     )
     return _merged(partial, vocabulary)
@@ -102,7 +103,7 @@ def _read(GIVEN, LOGITS, IDS, SUMS, columns, vocabulary, BN: tl.constexpr):  # t
 def _scan(  # type: ignore[no-untyped-def]
     A, W, SCALES, SQUARES, TOKENS, LOGITS, IDS, SUMS, count, all_tokens, rows, vocabulary, inner, eps, tiles,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
@@ -113,7 +114,9 @@ def _scan(  # type: ignore[no-untyped-def]
     logits = tl.zeros((BN, BM), tl.float32)
     for at in tl.range(0, inner, BK, num_stages=STAGES):
         a = tl.load(given + at, mask=real[None, :], other=0.0)
-        w = tl.load(weight + at, eviction_policy="evict_first").to(A.dtype.element_ty)
+        w = tl.load(weight + at, eviction_policy="evict_first")
+        if INT8:
+            w = widened(w, A.dtype.element_ty, FAST)
         logits = tl.dot(w, a, logits, input_precision="ieee")
     if INT8:
         logits = logits * tl.load(SCALES + tl.minimum(n, rows - 1))[:, None]
