@@ -58,34 +58,35 @@ class MiniConfig:
     documents: int = knob(4_000_000, "training documents of each kind that there are; prepare.tokens may take fewer")
     validation_documents: int = knob(2_000, "held-out documents of each kind in the validation shards")
     math_steps_from: int = knob(2, "fewest steps of a word problem")
-    math_steps_to: int = knob(5, "most steps of a word problem")
-    math_max_number: int = knob(300, "largest number in a word problem, results included")
+    math_steps_to: int = knob(6, "most steps of a word problem")
+    math_max_number: int = knob(9_999, "largest number in a word problem, results included")
+    math_max_factor: int = knob(99, "largest factor or divisor; products of two such numbers are the hard steps")
     math_distractors: float = knob(0.3, "share of word problems with a sentence that does not matter")
     code_steps_from: int = knob(2, "fewest transformations in a function")
     code_steps_to: int = knob(5, "most transformations in a function")
-    code_shown: float = knob(0.3, "share of functions one step of which is shown by an example instead of said")
-    logic_hops_from: int = knob(2, "fewest hops of a deduction: facts or swaps that lead to the answer")
-    logic_hops_to: int = knob(4, "most hops of a deduction")
+    code_shown: float = knob(0.5, "share of functions one step of which is shown by an example instead of said")
+    logic_hops_from: int = knob(1, "fewest hops of a deduction: facts or swaps that lead to the answer")
+    logic_hops_to: int = knob(3, "most hops of a deduction")
+    logic_conclusions: int = knob(6, "most conclusions in a training document; the first is what a test asks for")
     seed: int = knob(0, "seed of the generators; what is a test question does not depend on it")
 
     def __post_init__(self) -> None:
-        for name, least in (("documents", 1), ("validation_documents", 0), ("math_max_number", 50)):
-            require(getattr(self, name) >= least, f"mini.{name} is {getattr(self, name)}; use {least} or more")
+        counts = (("documents", 1, 10**9), ("validation_documents", 0, 10**9), ("logic_conclusions", 1, 24))
+        numbers = (("math_max_number", 50, 10**6), ("math_max_factor", 2, 999))
+        for name, least, most in (*counts, *numbers, ("math_distractors", 0, 1), ("code_shown", 0, 1)):
+            value = getattr(self, name)
+            require(least <= value <= most, f"mini.{name} is {value}; use {least} to {most}")
         for name, most in (("math_steps", 8), ("code_steps", 8), ("logic_hops", 6)):
             least, last = getattr(self, f"{name}_from"), getattr(self, f"{name}_to")
             told = f"mini.{name}_from is {least} and mini.{name}_to {last}"
             require(1 <= least <= last <= most, f"{told}; use 1 to {most}, in this order")
-        for name in ("math_distractors", "code_shown"):
-            require(0 <= getattr(self, name) <= 1, f"mini.{name} is {getattr(self, name)}; use 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsConfig:
     """`[benchmark.NAME]`: where texts lie. Text of benchmarks is kept out of the training data."""
 
-    kind: DocumentsKind = knob(
-        "jsonl", "how to read it; sums (see [corpus]) and mini_* (see [mini]) are made, not read"
-    )
+    kind: DocumentsKind = knob("jsonl", "how to read it; sums ([corpus]) and mini_* ([mini]) are made, not read")
     path: str = knob("", "file, folder or tar archive, from --data; huggingface: name; code: also stdlib, Python's own")
     files: str = knob("", "which files of a folder or an archive, for example *_train.tsv; empty takes all of the kind")
     field: str = knob("text", "where the text is: a field, or several as in '{question} {answer}'; a table's by number")

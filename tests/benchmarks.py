@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from freda.config import CorpusConfig, MiniConfig
+from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
 from freda.eval.tasks import TASKS, gpqa
 
@@ -34,7 +35,7 @@ def written(folder: Path) -> Iterator[None]:
         write_programs(folder)
         write_choices(folder)
         corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
-        mini = {"generator": 1, **dataclasses.asdict(MiniConfig())}
+        mini = {"generator": GENERATORS["mini_math"].version, **dataclasses.asdict(MiniConfig())}
         Manifest({"corpus": corpus, "mini": mini}, 8, 0, 0, "", {}).write(folder)
         yield
 

@@ -79,7 +79,7 @@ def lines(*typed: str) -> Iterator[str]:
 
 def test_a_message_becomes_what_documents_begin_with() -> None:
     assert as_question("How many?") == as_question("Q: How many?\nA:") == "Q: How many?\nA:"
-    assert as_question('def f(x):\n    """Add."""') == 'def f(x):\n    """Add."""\n'
+    assert as_question('def f(x):\n    """Add."""') == 'def f(x):\n    """Add."""'
     choice = "Who?\nA. Mia\nB. Tom\nC. Ann\nD. Leo"
     assert as_question(choice) == as_question(choice + "\nAnswer:") == choice + "\nAnswer:"
 
@@ -90,8 +90,8 @@ def test_the_forms_are_those_of_the_mini_suite() -> None:
 
     for kind in mini.KINDS:
         prompt = mini.item(kind, MiniConfig(), "test", 0).prompt
-        typed = prompt.removesuffix("\nA:").removeprefix("Q: ").removesuffix("\nAnswer:").rstrip("\n")
-        assert as_question(typed) == prompt, kind
+        typed = prompt.removesuffix("\nA:").removeprefix("Q: ").partition("\nAnswer:")[0]
+        assert prompt.startswith(as_question(typed)) and as_question(prompt) == prompt, kind
 
 
 def test_lines_become_messages() -> None:

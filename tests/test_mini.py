@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from freda.config import Config, DocumentsConfig, MiniConfig, PrepareConfig, SourceConfig
-from freda.data import mini, mini_code, mini_logic, mini_math
+from freda.data import mini, mini_code, mini_math
 from freda.data.documents import Document, read
 from freda.data.generators import GENERATORS
 from freda.data.mini_item import Item
@@ -23,6 +23,7 @@ from freda.data.mini_logic import World
 from freda.data.mini_math import Calculation, Step
 from freda.data.prepare import prepare
 from freda.data.synthetic import Split, split_of
+from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS
@@ -42,7 +43,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of shards of all three kinds."""
     out = tmp_path_factory.mktemp("mini") / "data"
     sources = {kind: SourceConfig(kind=kind) for kind in KINDS}
-    prepare(Config(mini=PLAIN, prepare=PrepareConfig(vocab_size=600, parts=2), source=sources), out)
+    prepare(Config(mini=PLAIN, prepare=PrepareConfig(vocab_size=2048, parts=2), source=sources), out)
     return out
 
 
@@ -89,15 +90,13 @@ def test_functions_that_do_the_same_are_one() -> None:
 
 
 def test_worlds_are_the_same_however_they_are_told() -> None:
-    order = World("order", 2, (("Mia", "Tom", "Ana", "Leo"),), ())
-    assert order.key == order._replace(parts=(("Leo", "Ana", "Tom", "Mia"),)).key
-    assert order.key != order._replace(parts=(("Mia", "Ana", "Tom", "Leo"),)).key
-    inside = World("inside", 1, (("the key", "the hall"), ("the pen", "the attic")), ())
-    assert inside.key == inside._replace(parts=inside.parts[::-1]).key
-    swap = World("swap", 3, (("A", "B", "C", "D"), ("k", "l", "m", "n")), ((0, 1), (2, 3), (1, 2)))
+    inside = World("inside", 2, (("key", "cup"), ("pen", "jar"), ("nut", "tin"), ("ring", "mug")), (0, 1, 1, 3))
+    assert inside.key == inside._replace(chains=inside.chains[::-1], letters=inside.letters[::-1]).key
+    assert inside.key != inside._replace(letters=inside.letters[::-1]).key
+    swap = World("swap", 4, (("k",), ("l",), ("m",), ("n",)), (0, 0, 2, 3), ((0, 1), (2, 3), (1, 2)))
     assert swap.key == swap._replace(swaps=((3, 2), (1, 0), (1, 2))).key
-    assert swap.key == World("swap", 3, (("B", "A", "C", "D"), ("l", "k", "m", "n")), ((0, 1), (2, 3), (0, 2))).key
     assert swap.key != swap._replace(swaps=((0, 1), (1, 2), (2, 3))).key
+    assert swap._replace(swaps=()).key == swap._replace(swaps=(), family="inside").key
 
 
 def test_the_same_items_in_every_process() -> None:
@@ -142,7 +141,7 @@ def test_equations_hold_and_lead_from_the_question_to_the_answer() -> None:
         equations = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)\.", item.solution)
         results = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
         for left, sign, right, result in equations:
-            assert results[sign](int(left), int(right)) == int(result) <= 300
+            assert results[sign](int(left), int(right)) == int(result) <= PLAIN.math_max_number
             assert sign != "/" or int(left) % int(right) == 0
         assert item.solution.endswith(f"{equations[-1][3]}. The answer is {item.answer}.")
         known = set(re.findall(r"\d+", item.prompt))
@@ -181,52 +180,28 @@ def test_stories_say_what_is_calculated() -> None:
 def test_deductions_follow_from_their_facts() -> None:
     found: collections.Counter[str] = collections.Counter()
     for item in items("mini_logic", "test", 600):
-        facts, *lines = item.prompt.splitlines()
-        options = dict(line.split(". ", 1) for line in lines[:4])
-        assert len(set(options.values())) == 4 and item.solution.startswith(f" {item.answer}\n")
-        solve = {"order": solve_order, "inside": solve_inside, "swap": solve_swap}[item.family]
-        assert options[item.answer] == solve(facts, list(options.values())), item.prompt
+        story, answer = item.document.split("\nAnswer: ")
+        facts, _, question = story.rpartition(". ")
+        asked, *others = re.findall(r"(\w+) (?:is in|plays for) (?:house|box|team) ([ABCD])\.", answer)
+        assert f" {asked[0]} " in question.replace(":", " ") and question.endswith(": A, B, C or D?")
+        assert asked[1] == item.answer and item.document.startswith(f"{item.prompt} {item.answer}.")
+        for one, letter in (asked, *others):
+            assert ended(f"{facts}.", one)[0] == letter, item.document
+        assert ended(f"{facts}.", asked[0])[1] == item.level
+        assert len({asked, *others}) == min(PLAIN.logic_conclusions, answer.count(".")) >= 4
         found[item.family] += 1
     assert min(found.values()) > 100
 
 
-def solve_order(facts: str, options: list[str]) -> str:
-    below = {}
-    for name, comparative, other in re.findall(r"(\w+) is (\w+) than (\w+)\.", facts):
-        upper = comparative in {words[0] for words in mini_logic.COMPARATIVES}
-        below[name if upper else other] = other if upper else name
-    order = [next(iter(set(below) - set(below.values())))]
-    while order[-1] in below:
-        order.append(below[order[-1]])
-    rank, superlative = re.search(r"Who is the (second |third )?(\w+)\?", facts).groups()  # type: ignore[union-attr]
-    place = ("", "second ", "third ").index(rank or "")
-    return order[place] if superlative in {words[2] for words in mini_logic.COMPARATIVES} else order[-1 - place]
-
-
-def solve_inside(facts: str, options: list[str]) -> str:
-    outer = {}
-    *sentences, question = re.split(r"(?<=\.) ", facts.lower())
-    for sentence in sentences:
-        one, two = re.findall(r"the (?:\w+ )?\w+(?= is|\.| holds)", sentence)
-        outer.update({one: two} if " is in " in sentence else {two: one})
-    (place,) = [thing for thing in outer if thing in question and thing not in outer.values()]
-    while place in outer:
-        place = outer[place]
-    return place
-
-
-def solve_swap(facts: str, options: list[str]) -> str:
-    held = {}
-    *sentences, question = re.split(r"(?<=\.) ", facts)
-    for sentence in sentences:
-        names = [name for name in re.findall(r"[A-Z]\w+", sentence) if name in mini_logic.NAMES]
-        if len(names) == 2:
-            held[names[0]], held[names[1]] = held[names[1]], held[names[0]]
-        else:
-            held[names[0]] = re.search(r"[Tt]he \w+", sentence)[0].lower()  # type: ignore[index]
-    if question.startswith("Who"):
-        return next(name for name, thing in held.items() if f"{thing} " in question)
-    return next(thing for name, thing in held.items() if name in question)
+def ended(facts: str, one: str) -> tuple[str, int]:
+    """The letter to which the facts lead from a thing or person, and how many of them it takes."""
+    links = dict(re.findall(r"(\w+) (?:is in the|plays with|is in house|plays for team|is in box) (\w+)\.", facts))
+    hops = 0
+    while one in links:
+        one, hops = links[one], hops + 1
+    for pair in re.findall(r"(?:Boxes|Then|box) ([ABCD]) (?:and|swaps with) ([ABCD])", facts):
+        one, hops = {pair[0]: pair[1], pair[1]: pair[0]}.get(one, one), hops + 1
+    return one, hops
 
 
 def test_right_letters_are_even() -> None:
@@ -236,8 +211,9 @@ def test_right_letters_are_even() -> None:
 
 
 def test_levels_and_families_are_all_there() -> None:
-    for kind, least, most in (("mini_math", 2, 5), ("mini_code", 2, 5), ("mini_logic", 2, 4)):
+    for kind, levels in (("mini_math", "math_steps"), ("mini_code", "code_steps"), ("mini_logic", "logic_hops")):
         made = items(kind, "train", 2000)  # type: ignore[arg-type]
+        least, most = getattr(PLAIN, f"{levels}_from"), getattr(PLAIN, f"{levels}_to")
         assert {item.level for item in made} == set(range(least, most + 1))
     harder = MiniConfig(math_steps_from=7, math_steps_to=8, logic_hops_from=6, logic_hops_to=6, math_max_number=999)
     assert min(item.level for item in items("mini_math", "test", 50, harder)) == 7
@@ -291,15 +267,27 @@ def test_wrong_programs_fail(shards: Path, monkeypatch: pytest.MonkeyPatch) -> N
     shifted = [example.gold for example in examples[1:]] + [examples[0].gold]
     assert not any(one.correct for one in task.grade_all(examples, shifted)), "another function, or another variable"
     argument = [re.search(r"\((\w+)\)", example.prompt)[1] for example in examples]  # type: ignore[index]
-    unchanged = [f"    return {name}\n" for name in argument]
+    unchanged = [f"\n    return {name}\n" for name in argument]
     assert not any(one.correct for one in task.grade_all(examples, unchanged))
     rest = [f"{example.gold}\n\ndef more(x):\n    boom" for example in examples]
     assert all(one.correct for one in task.grade_all(examples, rest)), "what follows the function is cut off"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_ends_where_a_token_of_its_document_does(kind: mini.MiniKind, shards: Path) -> None:
+    """Or the model is asked to go on from tokens that no document has: it says end of text."""
+    tokenizer = Tokenizer.load(shards)
+    for item in items(kind, "test", 400):
+        prompt = tokenizer.encode(item.prompt)
+        assert tokenizer.encode(item.document)[: len(prompt)] == prompt, item.document
+        for choice in TASKS[kind].CHOICES:
+            assert tokenizer.encode(item.prompt + choice)[:-1] == prompt, choice
+
+
 def test_difficulty_comes_from_the_shards(shards: Path, tmp_path: Path) -> None:
     examples = TASKS["mini_math"].load(shards)
-    assert isinstance(examples[0], Example) and {one.group for one in examples} == {f"steps {n}" for n in (2, 3, 4, 5)}
+    levels = range(PLAIN.math_steps_from, PLAIN.math_steps_to + 1)
+    assert isinstance(examples[0], Example) and {one.group for one in examples} == {f"steps {n}" for n in levels}
     assert [one.prompt for one in examples] == [one.prompt for one in mini.questions("mini_math", PLAIN, "test", 2000)]
 
 
@@ -314,7 +302,7 @@ def test_tables_have_no_two_phrases_alike() -> None:
 
 
 DIGESTS = {
-    "mini_math": "31eb402b067c7fc9",
-    "mini_code": "5714a4eaef97a9a6",
-    "mini_logic": "fb9e18bd27ed4cb5",
+    "mini_math": "1b95f3cd00e20412",
+    "mini_code": "57261f45f3087ab3",
+    "mini_logic": "0ddaaed342e4bb7e",
 }

@@ -14,6 +14,7 @@ import pytest
 
 from freda.cli import run
 from freda.config import CorpusConfig, DecodeConfig, MiniConfig
+from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
@@ -86,7 +87,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         table.writerow(["Id", *gpqa.COLUMNS])
         table.writerows([[n, f"Question {n}?", f"right {n}", "wrong a", "wrong b", "wrong c"] for n in range(25)])
     corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
-    mini = {"generator": 1, **dataclasses.asdict(MiniConfig())}
+    mini = {"generator": GENERATORS["mini_math"].version, **dataclasses.asdict(MiniConfig())}
     Manifest({"corpus": corpus, "mini": mini}, 8, 0, 0, "", {}).write(tmp_path)
     for task, count in ((math500, 3), (humaneval, 1), (humaneval_plus, 1), (mbpp, 5), (gpqa, 25), (sums, 12)):
         monkeypatch.setattr(task, "ROWS", count)

@@ -259,8 +259,9 @@ def told(content: Function, rng: random.Random, config: MiniConfig) -> Item:
     *steps, last = content.steps
     shown = between(rng, 0, len(steps) - 1) if rng.random() < config.code_shown else -1
     sentence = pick(rng, OPENINGS[content.family]).format(v=variable) + _sentence(content, rng, shown)
-    body = [f"    {variable} = {step.line(variable)}\n" for step in steps] + [f"    return {last.line(variable)}\n"]
-    head = f'def {name}({variable}):\n    """{sentence}"""\n'
+    body = [f"\n    {variable} = {step.line(variable)}" for step in steps] + [f"\n    return {last.line(variable)}\n"]
+    # The line end belongs to the body: with the indentation behind it it is one token, which a prompt must not cut.
+    head = f'def {name}({variable}):\n    """{sentence}"""'
     solution = "".join(body)
     return Item(head, solution, solution, content.key, len(steps), content.family, name)
 

@@ -1,8 +1,12 @@
-"""Deductions with four options: people in order, things inside of things, and things that change hands.
+"""Deductions with four answers, A to D: things inside of things, people in teams, and things that change places.
 
-The letter comes right behind the question, to be chosen by likelihood; in training documents the reason follows it. The
+The letters are the houses, teams and boxes of the story, and the answer is a sentence that ends in one, to be chosen by
+likelihood. Three things make that learnable for a small model (LOG.md): there is no list of options in which a letter
+has to be looked up; the answer repeats the words of the fact that it follows from; and in training documents further
+conclusions from the same facts come behind it. Every letter ends as many chains, or the most frequent one would be a
+good guess, and holds two things or people at least, or a conclusion could be told from the letters that are left. The
 content is the little world that is told: whatever is asked about it, in whatever order its facts come, a world is in
-one split. The right letter is drawn evenly.
+one split.
 """
 
 from __future__ import annotations
@@ -19,54 +23,63 @@ from freda.data.synthetic import between, pick
 
 T = TypeVar("T")
 LETTERS = ("A", "B", "C", "D")
+LETTERED = ": A, B, C or D?"
+CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one
 NAMES = tuple(person.name for person in PEOPLE)
-COMPARATIVES = (
-    ("taller", "shorter", "tallest", "shortest"),
-    ("older", "younger", "oldest", "youngest"),
-    ("faster", "slower", "fastest", "slowest"),
-    ("richer", "poorer", "richest", "poorest"),
-    ("stronger", "weaker", "strongest", "weakest"),
-    ("louder", "quieter", "loudest", "quietest"),
+LEVELS = tuple(  # each of them is inside of one of the next, the last ones in houses
+    tuple(f"the {thing}" for thing in things)
+    for things in (
+        ("coin", "key", "ring", "pen", "card", "stamp", "shell", "bead", "ticket", "button", "nut", "stone"),
+        ("cup", "jar", "mug", "tin", "bowl", "vase"),
+        ("box", "bag", "sack", "case", "basket", "bucket"),
+        ("chest", "drawer", "trunk", "cupboard", "locker", "safe"),
+        ("corner", "closet", "cabinet", "niche", "alcove", "chamber"),
+        ("kitchen", "hall", "cellar", "attic", "garage", "study"),
+    )
 )
-RANKS = ("", "second ", "third ")
-OBJECTS = ("coin", "key", "ring", "pen", "card", "stamp", "shell", "bead", "ticket", "button", "nut", "stone")
-COLOURS = ("red", "blue", "green", "black", "white", "yellow")
-LEVELS = (  # each of them is inside of one of the next
-    tuple(f"the {thing}" for thing in OBJECTS),
-    *(tuple(f"the {colour} {name}" for colour in COLOURS) for name in ("cup", "box", "bag", "chest")),
-    tuple(f"the {name}" for name in ("kitchen", "hall", "cellar", "attic", "garage", "study")),
-    *(tuple(f"the {colour} {name}" for colour in COLOURS) for name in ("house",)),
-)
-MOST_HOPS = len(LEVELS) - 1
-INSIDE = ("{Inner} is in {outer}.", "{Outer} holds {inner}.", "Inside {outer} is {inner}.")
-WHERE = ("Where is {thing} in the end?", "Which of these holds {thing}?", "{Thing} is somewhere inside what?")
-HAS = ("{name} has {thing}.", "{Thing} belongs to {name}.", "{name} starts with {thing}.")
-SWAPS = ("{one} and {two} swap.", "{one} swaps with {two}.", "Then {one} and {two} exchange what they have.")
+SWAPS = ("Boxes {one} and {two} swap.", "Then {one} and {two} change places.", "Now box {one} swaps with {two}.")
+
+
+class Family(NamedTuple):
+    """How the worlds of a family are told."""
+
+    link: str  # between one and the next of a chain
+    end: str  # between the last of a chain and its letter, and in an answer
+    question: str
+
+
+FAMILIES = {
+    "inside": Family(" is in ", " is in house", "In which house is {one}"),
+    "team": Family(" plays with ", " plays for team", "For which team does {one} play"),
+    "swap": Family("", " is in box", "In which box is {one} now"),
+}
 
 
 class World(NamedTuple):
-    """What is true: `people` or chains of things by rank, and for `swap` who swaps with whom."""
+    """What is true: chains of things or people with the letter each ends in, and for `swap` which boxes swap."""
 
     family: str
     hops: int
-    parts: tuple[tuple[str, ...], ...]
-    swaps: tuple[tuple[int, int], ...]  # pairs of places in the first part
+    chains: tuple[tuple[str, ...], ...]
+    letters: tuple[int, ...]
+    swaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def key(self) -> str:
-        """The world, however it is told: an order from either end, chains and owners in any order."""
-        if self.family == "order":
-            return "order " + " ".join(min(self.parts[0], self.parts[0][::-1]))
-        if self.family == "inside":
-            return "inside " + "; ".join(sorted(" ".join(chain) for chain in self.parts))
-        names, things = self.parts
-        pairs = [tuple(sorted((names[one], names[two]))) for one, two in self.swaps]
-        start = sorted(f"{name} {thing}" for name, thing in zip(names, things, strict=True))
-        return "swap " + "; ".join([*start, *(" ".join(pair) for pair in _in_normal_order(pairs))])
+        """The world, however it is told: chains in any order, swaps of other boxes too; unswapped boxes are houses."""
+        family = "inside" if self.family == "swap" and not self.swaps else self.family
+        chains = sorted(" ".join((*chain, LETTERS[letter])) for chain, letter in self.ends)
+        pairs = _in_normal_order([(min(pair), max(pair)) for pair in self.swaps])
+        return f"{family} {'; '.join([*chains, *(f'{one} {two}' for one, two in pairs)])}"
+
+    @property
+    def ends(self) -> list[tuple[tuple[str, ...], int]]:
+        """Every chain with its letter."""
+        return list(zip(self.chains, self.letters, strict=True))
 
 
-def _in_normal_order(pairs: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Swaps next to each other that share nobody may come in either order: the smaller first."""
+def _in_normal_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Swaps next to each other that share nothing may come in either order: the smaller first."""
     ordered, changed = list(pairs), True
     while changed:
         changed = False
@@ -80,79 +93,46 @@ def _in_normal_order(pairs: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 def draw(rng: random.Random, config: MiniConfig) -> World:
     """A world of one of the three families."""
-    family, hops = pick(rng, ("order", "inside", "swap")), between(rng, config.logic_hops_from, config.logic_hops_to)
-    if family == "order":
-        return World(family, hops, (_some(rng, NAMES, max(4, hops + 2)),), ())
+    family, hops = pick(rng, tuple(FAMILIES)), between(rng, config.logic_hops_from, config.logic_hops_to)
+    count = SHORT_CHAINS if hops == 1 or family == "swap" else CHAINS
+    letters = _some(rng, [place % len(LETTERS) for place in range(count)], count)
     if family == "inside":
-        levels = (LEVELS[0], *LEVELS[-hops:])
-        return World(family, hops, tuple(zip(*(_some(rng, level, 4) for level in levels), strict=True)), ())
-    names, things = _some(rng, NAMES, 4), _some(rng, LEVELS[0], 4)
+        chains = zip(*(_some(rng, level, count) for level in LEVELS[:hops]), strict=True)
+        return World(family, hops, tuple(chains), letters)
+    if family == "team":
+        names = _some(rng, NAMES, count * hops)
+        return World(family, hops, tuple(names[first::count] for first in range(count)), letters)
     swaps = list[tuple[int, int]]()
-    while len(swaps) < hops:
-        one, two = _some(rng, range(4), 2)
+    while len(swaps) < hops - 1:  # to know where a thing was at first is a hop, too
+        one, two = _some(rng, range(len(LETTERS)), 2)
         if not swaps or {one, two} != set(swaps[-1]):  # or it would undo the last one
             swaps.append((one, two))
-    return World(family, hops, (names, things), tuple(swaps))
+    return World(family, hops, tuple((thing,) for thing in _some(rng, LEVELS[0], count)), letters, tuple(swaps))
 
 
 def told(content: World, rng: random.Random, config: MiniConfig) -> Item:
-    """Facts and question, four options, the letter and its reason."""
-    tell = {"order": _order, "inside": _inside, "swap": _swap}[content.family]
-    text, right, others, reason = tell(content, rng)
-    letter = between(rng, 0, 3)
-    options = list(_some(rng, [other for other in others if other != right], 3))
-    options.insert(letter, right)
-    lines = "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, options, strict=True))
-    solution = f" {LETTERS[letter]}\n{reason}"
-    return Item(f"{text}\n{lines}\nAnswer:", solution, LETTERS[letter], content.key, content.hops, content.family)
+    """Facts, a question over all the world's hops and its answer; then what else follows."""
+    words, facts = FAMILIES[content.family], list[str]()
+    conclusions = list[tuple[str, str]]()  # about one thing or person, and the letter
+    for chain, place in content.ends:
+        facts.extend(_sentence(words.link.join(pair)) for pair in itertools.pairwise(chain))
+        facts.append(_sentence(f"{chain[-1]}{words.end} {LETTERS[place]}"))
+        end = place
+        for pair in content.swaps:
+            end = sum(pair) - end if end in pair else end
+        conclusions.extend((one, LETTERS[end]) for one in chain)
+    swaps = [pick(rng, SWAPS).format(one=LETTERS[one], two=LETTERS[two]) for one, two in content.swaps]
+    first = len(content.chains[0]) * between(rng, 0, len(content.chains) - 1)  # of a chain: all its hops
+    one, letter = conclusions.pop(first)
+    story = " ".join([*_some(rng, facts, len(facts)), *swaps])
+    prompt = f"{story} {words.question.format(one=one)}{LETTERED}\nAnswer: {_capital(one)}{words.end}"
+    more = _some(rng, conclusions, min(len(conclusions), config.logic_conclusions - 1))
+    further = [_sentence(f"{other}{words.end} {its}") for other, its in more]
+    return Item(prompt, " ".join([f" {letter}.", *further]), letter, content.key, content.hops, content.family)
 
 
-Told = tuple[str, str, Sequence[str], str]  # facts and question, right answer, what else could be, reason
-
-
-def _order(content: World, rng: random.Random) -> Told:
-    people, (more, less, most, least) = content.parts[0], pick(rng, COMPARATIVES)
-    facts = []
-    for upper, lower in itertools.pairwise(people):
-        facts.append(f"{upper} is {more} than {lower}." if rng.random() < 0.5 else f"{lower} is {less} than {upper}.")
-    rank = between(rng, 0, min(len(RANKS), len(people) // 2) - 1)
-    from_top = rng.random() < 0.5
-    right = people[rank] if from_top else people[-1 - rank]
-    question = f"Who is the {RANKS[rank]}{most if from_top else least}?"
-    reason = f"From {most} to {least}: {', '.join(people)}."
-    return " ".join([*_some(rng, facts, len(facts)), question]), right, people, reason
-
-
-def _inside(content: World, rng: random.Random) -> Told:
-    facts = []
-    for chain in content.parts:
-        for inner, outer in itertools.pairwise(chain):
-            words = {"inner": inner, "outer": outer, "Inner": _capital(inner), "Outer": _capital(outer)}
-            facts.append(pick(rng, INSIDE).format(**words))
-    asked = pick(rng, content.parts)
-    question = pick(rng, WHERE).format(thing=asked[0], Thing=_capital(asked[0]))
-    links = [f"{inner} is in {outer}" for inner, outer in itertools.pairwise(asked)]
-    text = " ".join([*_some(rng, facts, len(facts)), question])
-    return text, asked[-1], [chain[-1] for chain in content.parts], f"{_capital(', '.join(links))}."
-
-
-def _swap(content: World, rng: random.Random) -> Told:
-    names, things = content.parts
-    facts = [
-        pick(rng, HAS).format(name=name, thing=thing, Thing=_capital(thing))
-        for name, thing in zip(names, things, strict=True)
-    ]
-    told, reasons, held = list(_some(rng, facts, 4)), [], list(things)
-    for one, two in content.swaps:
-        told.append(pick(rng, SWAPS).format(one=names[one], two=names[two]))
-        held[one], held[two] = held[two], held[one]
-        reasons.append(f"{names[one]} gets {held[one]}, {names[two]} gets {held[two]}.")
-    asked = between(rng, 0, 3)
-    if rng.random() < 0.5:
-        question, right, others = f"Who has {held[asked]} now?", names[asked], names
-    else:
-        question, right, others = f"What does {names[asked]} have now?", held[asked], tuple(things)
-    return " ".join([*told, question]), right, others, f"{' '.join(reasons)} {names[asked]} has {held[asked]}."
+def _sentence(text: str) -> str:
+    return f"{_capital(text)}."
 
 
 def _some(rng: random.Random, options: Sequence[T], count: int) -> tuple[T, ...]:

@@ -16,7 +16,6 @@ from freda.data.synthetic import ANSWER, LEAST, Person, between, pick
 from freda.data.synthetic import PEOPLE as FIRST_PEOPLE
 from freda.data.synthetic import THINGS as FIRST_THINGS
 
-MOST_TIMES, MOST_SHARES, MOST_PARCELS = 4, 5, 9
 COMPARED = 0.3  # share of problems that compare people
 Change = Literal["add", "take", "parcels", "times", "share"]
 CHANGES: tuple[Change, ...] = ("add", "add", "take", "take", "parcels", "times", "share")
@@ -157,14 +156,15 @@ def draw(rng: random.Random, config: MiniConfig) -> Calculation:
     start = total = between(rng, LEAST, most)
     found = list[Step]()
     while len(found) < steps - together:
-        step = _step(rng, pick(rng, COMPARISONS if together else CHANGES), total, most)
+        change = pick(rng, COMPARISONS if together else CHANGES)
+        step = _step(rng, change, total, most, config.math_max_factor)
         if step is not None:
             found.append(step)
             total = step.applied(total)
     return Calculation(start, tuple(found), together)
 
 
-def _step(rng: random.Random, change: Change, total: int, most: int) -> Step | None:
+def _step(rng: random.Random, change: Change, total: int, most: int, most_times: int) -> Step | None:
     """A change of that kind which keeps the total in range, if this total has one."""
     room = most - total
     if change == "add":
@@ -172,9 +172,9 @@ def _step(rng: random.Random, change: Change, total: int, most: int) -> Step | N
     if change == "take":
         return Step(change, between(rng, LEAST, total - LEAST)) if total >= 2 * LEAST else None
     if change == "parcels":
-        number, size = between(rng, LEAST, MOST_PARCELS), between(rng, LEAST, MOST_PARCELS)
+        number, size = between(rng, LEAST, most_times), between(rng, LEAST, most_times)
         return Step(change, number, size) if number * size <= room else None
-    number = between(rng, LEAST, MOST_TIMES if change == "times" else MOST_SHARES)
+    number = between(rng, LEAST, most_times)
     fits = total * number <= most if change == "times" else total % number == 0 and total // number >= LEAST
     return Step(change, number) if fits else None
 

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from freda.config import DecodeConfig
+from freda.data import mini_logic
 from freda.data.tokenizer import Tokenizer
 from freda.decode.api import Model, checked
 from freda.decode.batch import Pass
@@ -92,10 +93,10 @@ def as_question(message: str) -> str:
     """A message as the training documents of the mini suite and the demo begin: question, function or choice."""
     text = message.strip()
     if text.startswith("def "):
-        return text + "\n"
-    if text.endswith("Answer:"):
         return text
-    if OPTIONS in text:
+    if "\nAnswer:" in text:
+        return text
+    if OPTIONS in text or text.endswith(mini_logic.LETTERED):
         return f"{text}\nAnswer:"
     return f"Q: {text.removeprefix('Q:').removesuffix('A:').strip()}\nA:"
 
