@@ -16,7 +16,7 @@ from test_engine import loaded
 from freda.bench import decode
 from freda.bench.hugging_face import borrowed, timed_generate
 from freda.cli import run
-from freda.config import MethodConfig
+from freda.config import MethodConfig, ModelConfig
 from freda.data.tokenizer import Tokenizer
 from freda.decode import device, engine
 from freda.decode.batch import Request
@@ -156,6 +156,18 @@ def test_int8_weights_count_a_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         copied = json.loads(out.read_text())["copy_tb"]
         shares.append(row["weights_share_of_copy"] / row["forwards_per_s"] * copied)
     assert shares[1] == pytest.approx(shares[0] / 4, rel=0.02)  # of four bytes of fp32
+
+
+def test_a_shape_has_a_scorer_for_best_of_n(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ModelConfig(vocab_size=64, dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=32)
+    monkeypatch.setitem(decode.SHAPES, "small", small)
+    sizes = ["--batch", "2", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
+    assert run(["bench", "decode", "small", "--method", "best-of-n", *sizes]) == 0
+    assert "| plain engine, best-of-n | 2 |" in capsys.readouterr().out
+    assert run(["bench", "decode", "small", "--method", "best", *sizes]) == 1
+    assert "there is no method 'best'; use one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("long", [1024, 20, 4])  # never, on the way, at once

@@ -28,6 +28,7 @@ from freda.decode.generate import generate
 from freda.errors import require
 from freda.methods import METHODS
 from freda.model.rates import about, copy_rate, kernel_times, matmul_rate
+from freda.model.scorer import Scorer
 from freda.model.shapes import QWEN3_BLANK, SHAPES, layer_parameters
 from freda.model.transformer import Transformer, pick_device
 from freda.model.weights import DTYPES, LoadedModel, load_model
@@ -97,7 +98,8 @@ def bench_decode(
     """
     place = pick_device(device)
     require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
-    loaded = _model(model, place, DTYPES[dtype])
+    require(method in METHODS, f"there is no method {method!r}; use one of {', '.join(METHODS)}")
+    loaded = _model(model, place, DTYPES[dtype], scored=METHODS[method].SCORES)  # type: ignore[index]
     limits = Limits(copy_rate(place), matmul_rate(place, DTYPES[dtype]))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
     methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
@@ -122,13 +124,17 @@ def bench_decode(
     }
 
 
-def _model(name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+def _model(name: str, device: torch.device, dtype: torch.dtype, *, scored: bool) -> LoadedModel:
     if name not in SHAPES:
         return load_model(Path(name), device, dtype)._replace(tokenizer=NoText())
     shape = SHAPES[name]
     with torch.device(device):
-        network = Transformer(shape, min(QWEN3_BLANK, shape.vocab_size - 1)).to(dtype)
-    network.inv_freq = network.inv_freq.float()  # angles in bf16 would be off by whole turns
+        network = Transformer(shape, min(QWEN3_BLANK, shape.vocab_size - 1))
+        network.scorer = Scorer(shape) if scored else None
+        network = network.to(dtype)
+    for part in (network, network.scorer):
+        if isinstance(part, Transformer | Scorer):
+            part.inv_freq = part.inv_freq.float()  # angles in bf16 would be off by whole turns
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for weight in network.parameters():
