@@ -166,7 +166,7 @@ def test_a_shape_has_a_scorer_for_best_of_n(
     sizes = ["--batch", "2", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
     assert run(["bench", "decode", "small", "--method", "best-of-n", *sizes]) == 0
     assert "| plain engine, best-of-n | 2 |" in capsys.readouterr().out
-    assert run(["bench", "decode", "small", "--method", "best", *sizes]) == 1
+    assert run(["bench", "decode", "small", "--method", "best", *sizes]) == 2
     assert "there is no method 'best'; use one of" in capsys.readouterr().err
 
 
