@@ -197,7 +197,7 @@ def gpu_model(name: str, dtype: torch.dtype, **shape: Any) -> LoadedModel:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ALL)
 def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     """In fp32 kernels and graphs give the texts of the reference loop. In bf16 their sums round otherwise, and so do

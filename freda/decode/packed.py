@@ -106,7 +106,7 @@ def in_int8(stacked: Stacked) -> Stacked:
     """The same with matrices of int8 and a scale for each row, as `quantize` stores them."""
     names = Stacked._fields[:4]
     made = quantize.packed(dict(zip(names, stacked[:4], strict=True)))
-    values = {name: made[name] for name in names}
+    values = {name: skinny.packed_by_four(made[name]) for name in names}
     return stacked._replace(**values, scales=tuple(made[name + quantize.SCALE] for name in names))
 
 
@@ -140,8 +140,10 @@ class PackedModel:
         self.few = in_int8(self.stacked) if int8 else self.stacked
         self.few_layers = [_layer(self.few, number, model.config) for number in range(len(self.layers))]
         head = model.head_weight.detach()
-        stored = quantize.packed({"head": head}) if int8 else {"head": head}
-        self.head = Matrix(stored["head"], stored.get("head" + quantize.SCALE))
+        self.head = Matrix(head)
+        if int8:
+            made = quantize.packed({"head": head})
+            self.head = Matrix(skinny.packed_by_four(made["head"]), made["head" + quantize.SCALE])
 
     def buffers(self, requests: int, rows: Rows, long: bool = False) -> Buffers:
         """Memory for a forward over the new tokens of so many requests; are their texts long?"""

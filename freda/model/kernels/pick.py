@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freda.model.kernels.skinny import HEAD, Matrix, Stream, widened
+from freda.model.kernels.skinny import HEAD, Matrix, Stream, in_bytes, multiplied
 
 IDS_AT_ONCE = 4096  # logits of a token that one program reads
 
@@ -41,14 +41,15 @@ def pick(
     """Best id, probability, second id and its probability of `tokens` (T,), which number the tokens of the stream."""
     (weight, scales), count, tiles = matrix, len(tokens), partial.sums.shape[0]
     inner = stream.x.shape[1]
+    plan = HEAD if scales is None else in_bytes(HEAD, inner)
     _scan[(tiles,)](
         *(stream.scaled, weight, stream.scaled if scales is None else scales, stream.squares, tokens, *partial),
         *(count, stream.x.shape[0], weight.shape[0], vocabulary, inner, eps, len(stream.squares)),
         BM=max(16, triton.next_power_of_2(count)),
-        BN=HEAD.tile,
-        BK=HEAD.chunk,
+        BN=plan.tile,
+        BK=plan.chunk,
         TILES=triton.next_power_of_2(len(stream.squares)),
-        STAGES=HEAD.stages if scales is None else 2 * HEAD.stages,
+        STAGES=plan.stages,
         INT8=scales is not None,
         FAST=stream.x.is_cuda and stream.x.dtype == torch.bfloat16,
         num_warps=4,
@@ -106,18 +107,11 @@ def _scan(  # type: ignore[no-untyped-def]
     INT8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
+    n, m = tile * BN + tl.arange(0, BN), tl.arange(0, BM)
     real = m < count
     token = tl.load(TOKENS + m, mask=real, other=0)
-    weight = W + tl.minimum(n, rows - 1)[:, None].to(tl.int64) * inner + k[None, :]
-    given = A + token[None, :] * inner + k[:, None]
-    logits = tl.zeros((BN, BM), tl.float32)
-    for at in tl.range(0, inner, BK, num_stages=STAGES):
-        a = tl.load(given + at, mask=real[None, :], other=0.0)
-        w = tl.load(weight + at, eviction_policy="evict_first")
-        if INT8:
-            w = widened(w, A.dtype.element_ty, FAST)
-        logits = tl.dot(w, a, logits, input_precision="ieee")
+    row = tl.minimum(n, rows - 1)
+    logits = multiplied(A, W, row, token, real, 0, inner, inner, BN, BM, BK, STAGES, INT8, FAST)
     if INT8:
         logits = logits * tl.load(SCALES + tl.minimum(n, rows - 1))[:, None]
     t = tl.arange(0, TILES)

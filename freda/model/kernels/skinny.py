@@ -41,6 +41,13 @@ class Plan(NamedTuple):
 
 # Found by trying on an H200 with 8 tokens and Qwen3-4B's shape; splits leave two to four programs a multiprocessor.
 PROJECT, RESIDUAL, GATE, HEAD = Plan(2, 64, 5), Plan(5, 128, 4), Plan(1, 128, 3), Plan(1, 128, 3)
+PACKED = 128  # columns of int8 whose bytes are mixed, see `packed_by_four`
+
+
+def in_bytes(plan: Plan, inner: int) -> Plan:
+    """The same for int8: twice the columns are as many bytes."""
+    chunk = 2 * PACKED if inner % (2 * PACKED) == 0 else PACKED
+    return plan._replace(chunk=chunk, stages=3)
 
 
 def new_stream(tokens: int, width: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Stream:
@@ -63,7 +70,7 @@ def embed(ids: Tensor, alpha: Tensor, table: Tensor, blank_id: int, norm: Tensor
 class Matrix(NamedTuple):
     """A weight (N, K): its numbers, or int8 and a scale for each row."""
 
-    values: Tensor
+    values: Tensor  # of int8, (N, K / 4) as `packed_by_four`
     scales: Tensor | None = None  # (N,) fp32
 
 
@@ -108,6 +115,8 @@ def _launch(
 ) -> None:
     weight, scales = matrix
     tokens, inner = x.shape
+    if scales is not None:
+        plan = in_bytes(plan, inner)
     rows = weight.shape[0] // 2 if mode == 1 else weight.shape[0]
     assert tokens <= MOST_ROWS and inner % plan.chunk == 0 and rows % plan.tile == 0, (x.shape, weight.shape)
     parts, counts = scratch or (out, out)
@@ -120,7 +129,7 @@ def _launch(
         BN=plan.tile,
         BK=plan.chunk,
         TILES=triton.next_power_of_2(len(stream.squares)),
-        STAGES=plan.stages if scales is None else 2 * plan.stages,  # as many bytes under way
+        STAGES=plan.stages,
         INT8=scales is not None,
         FAST=x.is_cuda and x.dtype == torch.bfloat16,
         num_warps=4,
@@ -149,34 +158,70 @@ def _embed(  # type: ignore[no-untyped-def]
     tl.store(SQUARES + tile * tokens + token, total, mask=tile < tiles)
 
 
+def packed_by_four(values: Tensor) -> Tensor:
+    """int8 (..., K) as int32 (..., K / 4): of every `PACKED` columns, number 32 j + i is byte j of number i, plus 128.
+
+    So a program reads whole words, takes byte j of all of them, and has columns that lie side by side.
+    """
+    *rows, inner = values.shape
+    words = values.view(*rows, inner // PACKED, 4, PACKED // 4).transpose(-1, -2).contiguous()
+    return (words ^ -128).view(torch.int32).view(*rows, inner // 4)
+
+
+def _byte(number: int) -> tl.constexpr:
+    """Two words to two bf16: the byte under the exponent of 2²³, where taking 2²³ + 128 away is exact.
+
+    The instruction that converts integers does 16 a cycle; with it int8 weights were slower than bf16.
+    """
+    take = f"0x4B000000, 0x744{number};"
+    return tl.constexpr(
+        "{ .reg .b32 a, b;"
+        f" prmt.b32 a, $1, {take} prmt.b32 b, $2, {take}"
+        " sub.f32 a, a, 0f4B000080; sub.f32 b, b, 0f4B000080;"
+        " cvt.rn.bf16x2.f32 $0, b, a; }"
+    )
+
+
+BYTE_0, BYTE_1, BYTE_2, BYTE_3 = (_byte(number) for number in range(4))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def widened(w, KIND: tl.constexpr, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int8 as bf16. The conversion instruction does 16 numbers a cycle: with it int8 weights were slower than bf16.
-    Four numbers at a time are put under the exponent of 2²³ instead, where adding and taking away are exact."""
+def unpacked(words, J: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Byte J of every word as a number of the activations' kind."""
     if FAST:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 x, a, b, c, d;
-            xor.b32 x, $2, 0x80808080;
-            prmt.b32 a, x, 0x4B000000, 0x7440;
-            prmt.b32 b, x, 0x4B000000, 0x7441;
-            prmt.b32 c, x, 0x4B000000, 0x7442;
-            prmt.b32 d, x, 0x4B000000, 0x7443;
-            sub.f32 a, a, 0f4B000080;
-            sub.f32 b, b, 0f4B000080;
-            sub.f32 c, c, 0f4B000080;
-            sub.f32 d, d, 0f4B000080;
-            cvt.rn.bf16x2.f32 $0, b, a;
-            cvt.rn.bf16x2.f32 $1, d, c;
-            }""",
-            "=r,=r,r",
-            [w],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+        CODE: tl.constexpr = BYTE_0 if J == 0 else BYTE_1 if J == 1 else BYTE_2 if J == 2 else BYTE_3
+        return tl.inline_asm_elementwise(CODE, "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
-        return w.to(KIND)
+        return (((words >> (8 * J)) & 255) - 128).to(KIND)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def multiplied(  # type: ignore[no-untyped-def]
+    A, W, n, row, real, first, last, inner,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, INT8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Rows `n` of a weight times rows `row` of A, over the columns from `first` to `last`: (BN, BM)."""
+    KIND: tl.constexpr = A.dtype.element_ty
+    total = tl.zeros((BN, BM), tl.float32)
+    if INT8:
+        i = tl.arange(0, BK // 4)
+        column = i // 32 * 128 + i % 32
+        weight = W + n[:, None].to(tl.int64) * (inner // 4) + i[None, :]
+        given = A + row[None, :] * inner + column[:, None]
+        for at in tl.range(first, last, BK, num_stages=STAGES):
+            words = tl.load(weight + at // 4, eviction_policy="evict_first")
+            for j in tl.static_range(4):
+                a = tl.load(given + at + 32 * j, mask=real[None, :], other=0.0)
+                total = tl.dot(unpacked(words, j, KIND, FAST), a, total, input_precision="ieee")
+    else:
+        k = tl.arange(0, BK)
+        weight = W + n[:, None].to(tl.int64) * inner + k[None, :]
+        given = A + row[None, :] * inner + k[:, None]
+        for at in tl.range(first, last, BK, num_stages=STAGES):
+            a = tl.load(given + at, mask=real[None, :], other=0.0)
+            w = tl.load(weight + at, eviction_policy="evict_first")
+            total = tl.dot(w, a, total, input_precision="ieee")
+    return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -186,7 +231,7 @@ def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
     TILES: tl.constexpr, STAGES: tl.constexpr, INT8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
-    n, m, k = tile * BN + tl.arange(0, BN), tl.arange(0, BM), tl.arange(0, BK)
+    n, m = tile * BN + tl.arange(0, BN), tl.arange(0, BM)
     if MODE == 1:  # half of the rows from gate, half from up: one tile for the tensor cores
         HALF: tl.constexpr = BN // 2
         n = tile * HALF + n % HALF + tl.where(n % BN < HALF, 0, rows)
@@ -194,8 +239,6 @@ def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
     per = tl.cdiv(inner // BK, SPLITS) * BK
     first = split * per
     last = min(inner, first + per)
-    weight = W + n[:, None].to(tl.int64) * inner + k[None, :]
-    given = A + m[None, :] * inner + k[:, None]
     place, t = m[None, :] * rows + n[:, None], tl.arange(0, TILES)
     if MODE < 2:  # what is needed in the end is asked for now
         squares = tl.load(
@@ -204,13 +247,7 @@ def _skinny(  # type: ignore[no-untyped-def]  # noqa: C901
     else:
         old = tl.load(X + place, mask=real[None, :], other=0.0)
         norm = tl.load(OUT + n)
-    total = tl.zeros((BN, BM), tl.float32)
-    for at in tl.range(first, last, BK, num_stages=STAGES):
-        a = tl.load(given + at, mask=real[None, :], other=0.0)
-        w = tl.load(weight + at, eviction_policy="evict_first")
-        if INT8:
-            w = widened(w, A.dtype.element_ty, FAST)
-        total = tl.dot(w, a, total, input_precision="ieee")
+    total = multiplied(A, W, n, m, real, first, last, inner, BN, BM, BK, STAGES, INT8, FAST)
     if INT8:
         total = total * tl.load(SCALES + n)[:, None]
     if MODE < 2:  # of a normed stream
