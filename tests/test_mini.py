@@ -204,6 +204,16 @@ def ended(facts: str, one: str) -> tuple[str, int]:
     return one, hops
 
 
+def test_lessons_are_for_training_only() -> None:
+    made = {split: items("mini_logic", split, 2000) for split in ("train", "test")}  # type: ignore[arg-type]
+    assert not any(item.lesson for item in made["test"])
+    assert 0.45 < sum(item.lesson for item in made["train"]) / 2000 < 0.55
+    facts = {
+        split: {item.prompt.count(" is in box ") for item in made[split] if item.family == "swap"} for split in made
+    }
+    assert facts == {"train": set(range(1, 9)), "test": {8}}
+
+
 def test_right_letters_are_even() -> None:
     counts = collections.Counter(item.answer for item in mini.questions("mini_logic", PLAIN, "test", 2000))
     assert set(counts) == set("ABCD")
@@ -304,5 +314,5 @@ def test_tables_have_no_two_phrases_alike() -> None:
 DIGESTS = {
     "mini_math": "1b95f3cd00e20412",
     "mini_code": "57261f45f3087ab3",
-    "mini_logic": "0ddaaed342e4bb7e",
+    "mini_logic": "f6e0ac675628f71a",
 }

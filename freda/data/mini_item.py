@@ -15,6 +15,7 @@ class Item(NamedTuple):
     level: int  # steps of a calculation, transformations of a function, hops of a deduction
     family: str = ""  # part of its kind: which puzzle, or what a function works on
     entry_point: str = ""  # name of the function to write
+    lesson: bool = False  # easier than what is tested: for training only
 
     @property
     def document(self) -> str:

@@ -1,12 +1,13 @@
 """Deductions with four answers, A to D: things inside of things, people in teams, and things that change places.
 
 The letters are the houses, teams and boxes of the story, and the answer is a sentence that ends in one, to be chosen by
-likelihood. Three things make that learnable for a small model (LOG.md): there is no list of options in which a letter
-has to be looked up; the answer repeats the words of the fact that it follows from; and in training documents further
-conclusions from the same facts come behind it. Every letter ends as many chains, or the most frequent one would be a
-good guess, and holds two things or people at least, or a conclusion could be told from the letters that are left. The
-content is the little world that is told: whatever is asked about it, in whatever order its facts come, a world is in
-one split.
+likelihood. What makes that learnable for a small model (LOG.md): there is no list of options in which a letter has to
+be looked up; the answer repeats the words of the fact that it follows from; in training documents further conclusions
+from the same facts come behind it; and half of them are lessons, worlds of fewer things, down to one, in which looking
+something up pays before it is done well. In the worlds of tests every letter ends as many chains, or the most frequent
+one would be a good guess, and holds two things or people at least, or a conclusion could be told from the letters that
+are left. The content is the little world that is told: whatever is asked about it, in whatever order its facts come, a
+world is in one split.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from freda.data.synthetic import between, pick
 T = TypeVar("T")
 LETTERS = ("A", "B", "C", "D")
 LETTERED = ": A, B, C or D?"
-CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one
+CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one; lessons have fewer
+LESSONS = 0.5  # share of worlds
 NAMES = tuple(person.name for person in PEOPLE)
 LEVELS = tuple(  # each of them is inside of one of the next, the last ones in houses
     tuple(f"the {thing}" for thing in things)
@@ -73,6 +75,11 @@ class World(NamedTuple):
         return f"{family} {'; '.join([*chains, *(f'{one} {two}' for one, two in pairs)])}"
 
     @property
+    def lesson(self) -> bool:
+        """Fewer chains than a test has?"""
+        return len(self.chains) < (SHORT_CHAINS if len(self.chains[0]) == 1 else CHAINS)
+
+    @property
     def ends(self) -> list[tuple[tuple[str, ...], int]]:
         """Every chain with its letter."""
         return list(zip(self.chains, self.letters, strict=True))
@@ -94,8 +101,9 @@ def _in_normal_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def draw(rng: random.Random, config: MiniConfig) -> World:
     """A world of one of the three families."""
     family, hops = pick(rng, tuple(FAMILIES)), between(rng, config.logic_hops_from, config.logic_hops_to)
-    count = SHORT_CHAINS if hops == 1 or family == "swap" else CHAINS
-    letters = _some(rng, [place % len(LETTERS) for place in range(count)], count)
+    most = SHORT_CHAINS if hops == 1 or family == "swap" else CHAINS
+    count = between(rng, 1, most - 1) if rng.random() < LESSONS else most
+    letters = _some(rng, [place % len(LETTERS) for place in range(most)], count)
     if family == "inside":
         chains = zip(*(_some(rng, level, count) for level in LEVELS[:hops]), strict=True)
         return World(family, hops, tuple(chains), letters)
@@ -128,7 +136,8 @@ def told(content: World, rng: random.Random, config: MiniConfig) -> Item:
     prompt = f"{story} {words.question.format(one=one)}{LETTERED}\nAnswer: {_capital(one)}{words.end}"
     more = _some(rng, conclusions, min(len(conclusions), config.logic_conclusions - 1))
     further = [_sentence(f"{other}{words.end} {its}") for other, its in more]
-    return Item(prompt, " ".join([f" {letter}.", *further]), letter, content.key, content.hops, content.family)
+    solution = " ".join([f" {letter}.", *further])
+    return Item(prompt, solution, letter, content.key, content.hops, content.family, lesson=content.lesson)
 
 
 def _sentence(text: str) -> str:
