@@ -197,9 +197,11 @@ def gpu_model(name: str, dtype: torch.dtype, **shape: Any) -> LoadedModel:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 24), (torch.float32, 3), (torch.bfloat16, 24)], ids=["fp32", "compiled", "bf16"]
+)
 @pytest.mark.parametrize("name", ALL)
-def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most: int) -> None:
     """In fp32 kernels and graphs give the texts of the reference loop. In bf16 their sums round otherwise, and so do
     those of the plain engine, by the size of its batches: as many texts differ."""
     from freda.decode.packed import PackedModel
@@ -215,7 +217,7 @@ def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype) -> No
     wanted = generate(model.model, METHODS[name], model.method, asked, stop_ids=[EOS])  # type: ignore[index]
     same = {}
     for on_device in (False, True):
-        config = EngineConfig(max_batch=24, page_size=16, pages=300, on_device=on_device)
+        config = EngineConfig(max_batch=most, page_size=16, pages=300, on_device=on_device)
         engine = Engine(model, config, machine)
         outputs = engine.run(asked)
         kind = DeviceBatch if on_device else Batch

@@ -20,6 +20,7 @@ from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
+from freda.eval.sandbox import Verdict
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, load_examples, math500, mbpp, mmlu, sums
 from freda.eval.tasks.task import Example, checksum, json_rows
@@ -429,3 +430,23 @@ def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pyt
     ):
         assert run(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_same_program_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts by the clock are asked for again."""
+    ran: list[tuple[str, str]] = []
+
+    def run_many(jobs: list[tuple[str, str]]) -> list[Verdict]:
+        ran.extend(jobs)
+        return [Verdict("right" in job[0], "time out after 1 s" if "slow" in job[0] else "x", 0.0, "") for job in jobs]
+
+    monkeypatch.setattr(humaneval, "run_many", run_many)
+    monkeypatch.setattr(humaneval, "_KNOWN", {})
+    examples = [Example(str(n), "", "", {}) for n in range(4)]
+    for _ in range(2):
+        made = humaneval.executed(lambda row, text: (text, "t"), examples, ["right", "slow", "right", "wrong"])
+        assert [one.correct for one in made] == [True, False, True, False]
+    assert [program for program, _ in ran] == ["right", "slow", "wrong", "slow"]
+    monkeypatch.setattr(humaneval, "MOST_KNOWN", 2)
+    humaneval.executed(lambda row, text: (text, "t"), examples[:1], ["new"])
+    assert list(humaneval._KNOWN) == [("new", "t")]

@@ -31,7 +31,6 @@ from freda.model.transformer import Transformer
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # numbers of requests that graphs are made for
 
 
-MOST_COMPILED = 4  # requests: eighty kernels of 2 µs are 6% of a forward over few tokens, nothing beside a large one
 MOST_AHEAD = 64  # tokens of a forward that waits for the weights, whose time does not depend on how many they are
 LONG = 1024  # tokens of a text from which on attention has another form
 
@@ -261,10 +260,17 @@ class DeviceBatch(Batch):
     cache: PagedCache
 
     def __init__(
-        self, base: Batch, machine: Machine, programs: dict[tuple[Any, ...], Program], table_pages: int
+        self,
+        base: Batch,
+        machine: Machine,
+        programs: dict[tuple[Any, ...], Program],
+        table_pages: int,
+        *,
+        compiled: bool = False,
     ) -> None:
         super().__init__(base.model, base.method, base.config, base.texts, sorted(base.stop_ids), base.cache)
         self._machine, self._programs, self._table_pages = machine, programs, table_pages
+        self._compiled = compiled and self.device.type == "cuda"
         self._program: Program | None = None
         self._fresh_rows = set[int]()  # whose draft is still blank
         self._report: list[list[int]] = []  # of the last pass; empty if that was a plain one
@@ -277,8 +283,7 @@ class DeviceBatch(Batch):
         state = self._state(size)
         key = (self.method.__name__, size, wants)  # type: ignore[attr-defined]
         if key not in self._programs:
-            compiled = self.device.type == "cuda" and size <= MOST_COMPILED
-            setting = Setting(self.model, self._machine, self.method, self.config, wants, compiled)
+            setting = Setting(self.model, self._machine, self.method, self.config, wants, self._compiled)
             self._programs[key] = Program(state, setting)
         else:
             self._programs[key].load(state)

@@ -27,6 +27,9 @@ from freda.model.staircase import MOST_BLOCK
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
 
+# Most requests of an engine whose passes are compiled around the forward: some eighty kernels of 2 µs are 6% of a
+# forward over few tokens. Compiling takes half a minute, and pays for an engine that is made for one stream.
+MOST_COMPILED = 4
 LOOK_BACK = 64  # tokens at the end of a text in which stop strings are looked for, beside the new block
 
 
@@ -205,7 +208,9 @@ class Engine:
             running.cache.join(cache)
             running.join(batch)
         elif kind[1] and self._machine is not None:
-            self.batches[kind] = DeviceBatch(batch, self._machine, self._programs, self._table_pages)
+            compiled = self.config.max_batch <= MOST_COMPILED
+            programs, width = self._programs, self._table_pages
+            self.batches[kind] = DeviceBatch(batch, self._machine, programs, width, compiled=compiled)
         else:
             self.batches[kind] = batch
 
