@@ -21,7 +21,7 @@ sweep() {
             options+=(--set "system.$system.models=[$models]")
         done
     fi
-    background "$runs/sweep-$1" $FREDA sweep "$config" --data $runs/data --out "$runs/sweep-$1" --device "$DEVICE" \
+    background "$runs/sweep-$1" $FREDA sweep "$config" --data $runs/data --out "$runs/sweep-$1" --device "$DEVICE" --dtype "$DTYPE" \
         "${options[@]}"
 }
 

@@ -1,6 +1,5 @@
 #!/bin/bash
-# The data, and for every seed the base and what is trained from it; by the plans (120 useful TFLOP/s) 4 minutes
-# of one H200 a seed.
+# The data, and for every seed the base and what is trained from it.
 #
 #   experiments/mini/train.sh             # SEEDS="0 1 2" JOBS=4
 #   experiments/mini/train.sh --smoke     # the whole way on two cores, with models that learn nothing

@@ -1,13 +1,13 @@
-"""Deductions with four answers, A to D: things inside of things, people in teams, and things that change places.
+"""Deductions with four answers, A to D: things inside of things, people with people, and things that change places.
 
-The letters are the houses, teams and boxes of the story, and the answer is a sentence that ends in one, to be chosen by
-likelihood. What makes that learnable for a small model (LOG.md): there is no list of options in which a letter has to
-be looked up; the answer repeats the words of the fact that it follows from; in training documents further conclusions
-from the same facts come behind it; and half of them are lessons, worlds of fewer things, down to one, in which looking
-something up pays before it is done well. In the worlds of tests every letter ends as many chains, or the most frequent
-one would be a good guess, and holds two things or people at least, or a conclusion could be told from the letters that
-are left. The content is the little world that is told: whatever is asked about it, in whatever order its facts come, a
-world is in one split.
+The letters are the places of the story, and the answer is a sentence that ends in one, to be chosen by likelihood. What
+makes that learnable for a small model (LOG.md): there is no list of options in which a letter has to be looked up;
+facts are three words long, and the answer repeats those of the fact that it follows from; in training documents further
+conclusions from the same facts come behind it; and half of them are lessons, worlds of fewer things, down to one, in
+which looking something up pays before it is done well. In the worlds of tests every letter ends as many chains, or the
+most frequent one would be a good guess, and holds two things or people at least, or a conclusion could be told from the
+letters that are left. The content is the little world that is told: whatever is asked about it, in whatever order its
+facts come, a world is in one split.
 """
 
 from __future__ import annotations
@@ -24,41 +24,25 @@ from freda.data.synthetic import between, pick
 
 T = TypeVar("T")
 LETTERS = ("A", "B", "C", "D")
-LETTERED = ": A, B, C or D?"
+FACTS, LETTERED = "Facts:", ": A, B, C or D?"
 CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one; lessons have fewer
 LESSONS = 0.5  # share of worlds
 NAMES = tuple(person.name for person in PEOPLE)
-LEVELS = tuple(  # each of them is inside of one of the next, the last ones in houses
-    tuple(f"the {thing}" for thing in things)
-    for things in (
-        ("coin", "key", "ring", "pen", "card", "stamp", "shell", "bead", "ticket", "button", "nut", "stone"),
-        ("cup", "jar", "mug", "tin", "bowl", "vase"),
-        ("box", "bag", "sack", "case", "basket", "bucket"),
-        ("chest", "drawer", "trunk", "cupboard", "locker", "safe"),
-        ("corner", "closet", "cabinet", "niche", "alcove", "chamber"),
-        ("kitchen", "hall", "cellar", "attic", "garage", "study"),
-    )
+LEVELS = (  # each of them is inside of one of the next, the last ones in places
+    ("coin", "key", "ring", "pen", "card", "stamp", "shell", "bead", "ticket", "button", "nut", "stone"),
+    ("cup", "jar", "mug", "tin", "bowl", "vase"),
+    ("box", "bag", "sack", "case", "basket", "bucket"),
+    ("chest", "drawer", "trunk", "cupboard", "locker", "safe"),
+    ("corner", "closet", "cabinet", "niche", "alcove", "chamber"),
+    ("kitchen", "hall", "cellar", "attic", "garage", "study"),
 )
-SWAPS = ("Boxes {one} and {two} swap.", "Then {one} and {two} change places.", "Now box {one} swaps with {two}.")
 
 
-class Family(NamedTuple):
-    """How the worlds of a family are told."""
-
-    link: str  # between one and the next of a chain
-    end: str  # between the last of a chain and its letter, and in an answer
-    question: str
-
-
-FAMILIES = {
-    "inside": Family(" is in ", " is in house", "In which house is {one}"),
-    "team": Family(" plays with ", " plays for team", "For which team does {one} play"),
-    "swap": Family("", " is in box", "In which box is {one} now"),
-}
+FAMILIES = {"inside": "in", "with": "with", "swap": "in"}  # what links one and the next of a chain
 
 
 class World(NamedTuple):
-    """What is true: chains of things or people with the letter each ends in, and for `swap` which boxes swap."""
+    """What is true: chains of things or people with the letter each ends in, and for `swap` which places swap."""
 
     family: str
     hops: int
@@ -68,7 +52,7 @@ class World(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The world, however it is told: chains in any order, swaps of other boxes too; unswapped boxes are houses."""
+        """The world, however it is told: chains in any order, swaps that share nothing too."""
         family = "inside" if self.family == "swap" and not self.swaps else self.family
         chains = sorted(" ".join((*chain, LETTERS[letter])) for chain, letter in self.ends)
         pairs = _in_normal_order([(min(pair), max(pair)) for pair in self.swaps])
@@ -107,7 +91,7 @@ def draw(rng: random.Random, config: MiniConfig) -> World:
     if family == "inside":
         chains = zip(*(_some(rng, level, count) for level in LEVELS[:hops]), strict=True)
         return World(family, hops, tuple(chains), letters)
-    if family == "team":
+    if family == "with":
         names = _some(rng, NAMES, count * hops)
         return World(family, hops, tuple(names[first::count] for first in range(count)), letters)
     swaps = list[tuple[int, int]]()
@@ -120,35 +104,25 @@ def draw(rng: random.Random, config: MiniConfig) -> World:
 
 def told(content: World, rng: random.Random, config: MiniConfig) -> Item:
     """Facts, a question over all the world's hops and its answer; then what else follows."""
-    words, facts = FAMILIES[content.family], list[str]()
-    conclusions = list[tuple[str, str]]()  # about one thing or person, and the letter
+    facts, conclusions = list[str](), list[tuple[str, str]]()  # about one thing or person, and the letter
     for chain, place in content.ends:
-        facts.extend(_sentence(words.link.join(pair)) for pair in itertools.pairwise(chain))
-        facts.append(_sentence(f"{chain[-1]}{words.end} {LETTERS[place]}"))
+        facts.extend(f" {one} {FAMILIES[content.family]} {two}." for one, two in itertools.pairwise(chain))
+        facts.append(f" {chain[-1]} in {LETTERS[place]}.")
         end = place
         for pair in content.swaps:
             end = sum(pair) - end if end in pair else end
         conclusions.extend((one, LETTERS[end]) for one in chain)
-    swaps = [pick(rng, SWAPS).format(one=LETTERS[one], two=LETTERS[two]) for one, two in content.swaps]
+    swaps = [f" Swap {LETTERS[one]} and {LETTERS[two]}." for one, two in content.swaps]
     first = len(content.chains[0]) * between(rng, 0, len(content.chains) - 1)  # of a chain: all its hops
     one, letter = conclusions.pop(first)
-    story = " ".join([*_some(rng, facts, len(facts)), *swaps])
-    prompt = f"{story} {words.question.format(one=one)}{LETTERED}\nAnswer: {_capital(one)}{words.end}"
+    story = "".join([FACTS, *_some(rng, facts, len(facts)), *swaps])
+    prompt = f"{story} Where is {one}{LETTERED}\nAnswer: {one} in"
     more = _some(rng, conclusions, min(len(conclusions), config.logic_conclusions - 1))
-    further = [_sentence(f"{other}{words.end} {its}") for other, its in more]
-    solution = " ".join([f" {letter}.", *further])
+    solution = "".join([f" {letter}.", *(f" {other} in {its}." for other, its in more)])
     return Item(prompt, solution, letter, content.key, content.hops, content.family, lesson=content.lesson)
-
-
-def _sentence(text: str) -> str:
-    return f"{_capital(text)}."
 
 
 def _some(rng: random.Random, options: Sequence[T], count: int) -> tuple[T, ...]:
     """Different ones, in random order."""
     left = list(options)
     return tuple(left.pop(between(rng, 0, len(left) - 1)) for _ in range(count))
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

@@ -28,7 +28,7 @@ from freda.model.cache import Rows, Texts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # numbers of requests that graphs are made for
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # numbers of requests that graphs are made for
 
 
 MOST_AHEAD = 64  # tokens of a forward that waits for the weights, whose time does not depend on how many they are

@@ -37,6 +37,7 @@ from freda.model.weights import LoadedModel
 SHOWN_PROMPTS = 3
 PAGE = 16  # tokens
 BITS_AT_ONCE = 1 << 24
+Engines = dict[EngineConfig, Engine]  # of one model
 Progress = Callable[[int, int, float], None]  # answers done, answers in all, share of right ones so far
 
 
@@ -49,8 +50,12 @@ def evaluate(
     settings: DecodeConfig,
     batch_size: int = 64,
     progress: Progress | None = None,
+    engines: Engines | None = None,
 ) -> dict[str, Any]:
-    """Answer all examples, or those that an earlier run in `out` has not; returns what `results.json` holds."""
+    """Answer all examples, or those that an earlier run in `out` has not; returns what `results.json` holds.
+
+    Who evaluates a model with many settings passes the same `engines`: pages, and on a GPU graphs, are made once.
+    """
     require(batch_size >= 1, f"batch_size is {batch_size}; use 1 or more")
     require(bool(examples), f"there is no question of {task.NAME}; look at the files")
     settings = settings_of(task, settings)
@@ -67,7 +72,12 @@ def evaluate(
         samples = _resume(out, head)
         left = [example for example in examples if example.id not in samples]
         with open(out / SAMPLES, "a", encoding="utf-8") as file:
-            for made in _answers(loaded, task, left, settings, batch_size):
+            engine = (
+                None
+                if task.CHOICES or not left
+                else _engine(loaded, left, settings, batch_size, {} if engines is None else engines)
+            )
+            for made in _answers(loaded, engine, task, left, settings, batch_size):
                 samples |= {sample["id"]: sample for sample in made}
                 file.write("".join(json.dumps(sample) + "\n" for sample in made))
                 file.flush()
@@ -122,10 +132,14 @@ def _commit() -> str:
 
 
 def _answers(
-    loaded: LoadedModel, task: Task, examples: Sequence[Example], settings: DecodeConfig, batch_size: int
+    loaded: LoadedModel,
+    engine: Engine | None,
+    task: Task,
+    examples: Sequence[Example],
+    settings: DecodeConfig,
+    batch_size: int,
 ) -> Iterator[list[dict[str, Any]]]:
     """Answered and graded questions, batch by batch."""
-    engine = None if task.CHOICES or not examples else _make_engine(loaded, examples, settings, batch_size)
     for first in range(0, len(examples), batch_size):
         part = examples[first : first + batch_size]
         begun = time.perf_counter()
@@ -169,13 +183,18 @@ def _resume(out: Path, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return samples
 
 
-def _make_engine(loaded: LoadedModel, examples: Sequence[Example], settings: DecodeConfig, batch_size: int) -> Engine:
+def _engine(
+    loaded: LoadedModel, examples: Sequence[Example], settings: DecodeConfig, batch_size: int, known: Engines
+) -> Engine:
     """An engine with pages for the longest questions side by side; exemplars that all share are stored once more."""
     page = math.lcm(PAGE, loaded.method.block_size)
     longest = max(len(loaded.tokenizer.encode(example.prompt)) for example in examples)
     longest = min(longest + settings.max_new_tokens, loaded.model.config.max_positions) + loaded.method.block_size
     pages = (min(batch_size, len(examples)) + 1) * -(-longest // page)
-    return Engine(loaded, EngineConfig(max_batch=batch_size, page_size=page, pages=pages, queue=batch_size))
+    config = EngineConfig(max_batch=batch_size, page_size=page, pages=pages, queue=batch_size)
+    if config not in known:
+        known[config] = Engine(loaded, config)
+    return known[config]
 
 
 def _generate(engine: Engine, task: Task, examples: Sequence[Example], settings: DecodeConfig) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ import torch
 from freda import __version__
 from freda.config import SweepConfig, SweepFile, SystemConfig
 from freda.errors import FredaError, require
-from freda.eval.evaluate import about_model, evaluate, fingerprint
+from freda.eval.evaluate import Engines, about_model, evaluate, fingerprint
 from freda.eval.folder import read_samples, write_whole
 from freda.eval.stability import stability
 from freda.eval.tasks import load_examples, tasks_named
@@ -154,10 +154,12 @@ def _measure(subject: Subject, sweep: SweepConfig, note: Note) -> Iterator[Point
     wanted = settings_of(sweep, system, METHODS[loaded.method.name], loaded.method.block_size)
     for task, examples in subject.asked:
         chosen = wanted[:1] if task.CHOICES else wanted  # a likelihood knows no passes
+        engines: Engines = {}
         for done, setting in enumerate(chosen, start=1):
             folder = subject.place / task.NAME / setting.folder
             decoding = system.decoding(sweep.max_new_tokens, **setting._asdict())
-            found = evaluate(loaded, task, examples, folder, settings=decoding, batch_size=sweep.batch_size)
+            how = {"settings": decoding, "batch_size": sweep.batch_size, "engines": engines}
+            found = evaluate(loaded, task, examples, folder, **how)  # type: ignore[arg-type]
             samples = read_samples(folder)[1]
             right = "".join("1" if samples[example.id]["correct"] else "0" for example in examples)
             numbers = {key: found[key] for key in ("n", "accuracy", "standard_error", "nfe", "tpf", "seconds")}
