@@ -8,8 +8,8 @@ INSTALLED := .venv/installed
 demo: $(INSTALLED)  ## train four small models and watch one refine its drafts
 	$(BIN)/freda demo
 
-test: lint  ## lint, types and tests
-	$(BIN)/pytest
+test: lint  ## lint, types and tests, these in two processes of one thread each
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 smoke: $(INSTALLED)  ## the experiments of experiments/mini from end to end, too small to learn anything: 2 to 3 minutes
 	rm -rf runs/smoke

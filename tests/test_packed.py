@@ -34,6 +34,7 @@ CASES = [
     ({"heads": 8, "kv_heads": 1, "head_dim": 128}, Rows(8, 8, 2), [136], [8]),
     ({}, Rows(4, 4, 1), [244], [4]),  # sixteen chunks of 16 tokens for fifteen parts: of two each, the rest is empty
     ({"heads": 4, "kv_heads": 2}, Rows(4, 4, 1), list(range(0, 200, 20)), [4] * 10),  # many tokens
+    ({"kv_heads": 2}, Rows(4, 4, 2), [0, 36], [0, 4]),  # every head has its own keys
 ]
 
 
