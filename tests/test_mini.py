@@ -207,7 +207,7 @@ def ended(facts: str, one: str) -> tuple[str, int]:
 def test_lessons_are_for_training_only() -> None:
     made = {split: items("mini_logic", split, 2000) for split in ("train", "test")}  # type: ignore[arg-type]
     assert not any(item.lesson for item in made["test"])
-    assert 0.45 < sum(item.lesson for item in made["train"]) / 2000 < 0.55
+    assert 0.6 < sum(item.lesson for item in made["train"]) / 2000 < 0.75
     facts = {split: {item.prompt.count(" in ") for item in made[split] if item.family == "swap"} for split in made}
     assert facts == {"train": set(range(1, 9)), "test": {8}}
 
@@ -312,5 +312,5 @@ def test_tables_have_no_two_phrases_alike() -> None:
 DIGESTS = {
     "mini_math": "1b95f3cd00e20412",
     "mini_code": "57261f45f3087ab3",
-    "mini_logic": "645518e28195b225",
+    "mini_logic": "6bfba517b9e8b3a9",
 }

@@ -3,11 +3,12 @@
 The letters are the places of the story, and the answer is a sentence that ends in one, to be chosen by likelihood. What
 makes that learnable for a small model (LOG.md): there is no list of options in which a letter has to be looked up;
 facts are three words long, and the answer repeats those of the fact that it follows from; in training documents further
-conclusions from the same facts come behind it; and half of them are lessons, worlds of fewer things, down to one, in
-which looking something up pays before it is done well. In the worlds of tests every letter ends as many chains, or the
-most frequent one would be a good guess, and holds two things or people at least, or a conclusion could be told from the
-letters that are left. The content is the little world that is told: whatever is asked about it, in whatever order its
-facts come, a world is in one split.
+conclusions from the same facts come behind it; and most of them are lessons, worlds of fewer things, down to one, with
+letters as they come: where one letter is more frequent, looking at letters pays, and where there are few things,
+looking for the right one does, before either is done well. In the worlds of tests every letter ends as many chains, or
+the most frequent one would be a good guess, and holds two things or people at least, or a conclusion could be told from
+the letters that are left. The content is the little world that is told: whatever is asked about it, in whatever order
+its facts come, a world is in one split.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ T = TypeVar("T")
 LETTERS = ("A", "B", "C", "D")
 FACTS, LETTERED = "Facts:", ": A, B, C or D?"
 CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one; lessons have fewer
-LESSONS = 0.5  # share of worlds
+LESSONS = 0.7  # share of worlds
 NAMES = tuple(person.name for person in PEOPLE)
 LEVELS = (  # each of them is inside of one of the next, the last ones in places
     ("coin", "key", "ring", "pen", "card", "stamp", "shell", "bead", "ticket", "button", "nut", "stone"),
@@ -60,13 +61,18 @@ class World(NamedTuple):
 
     @property
     def lesson(self) -> bool:
-        """Fewer chains than a test has?"""
-        return len(self.chains) < (SHORT_CHAINS if len(self.chains[0]) == 1 else CHAINS)
+        """Fewer chains than a test has, or some letter more often than another?"""
+        return sorted(self.letters) != sorted(_evenly(SHORT_CHAINS if len(self.chains[0]) == 1 else CHAINS))
 
     @property
     def ends(self) -> list[tuple[tuple[str, ...], int]]:
         """Every chain with its letter."""
         return list(zip(self.chains, self.letters, strict=True))
+
+
+def _evenly(count: int) -> list[int]:
+    """So many letters, each as often."""
+    return [place % len(LETTERS) for place in range(count)]
 
 
 def _in_normal_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -85,9 +91,11 @@ def _in_normal_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def draw(rng: random.Random, config: MiniConfig) -> World:
     """A world of one of the three families."""
     family, hops = pick(rng, tuple(FAMILIES)), between(rng, config.logic_hops_from, config.logic_hops_to)
-    most = SHORT_CHAINS if hops == 1 or family == "swap" else CHAINS
-    count = between(rng, 1, most - 1) if rng.random() < LESSONS else most
-    letters = _some(rng, [place % len(LETTERS) for place in range(most)], count)
+    count = SHORT_CHAINS if hops == 1 or family == "swap" else CHAINS
+    letters = _some(rng, _evenly(count), count)
+    if rng.random() < LESSONS:
+        count = between(rng, 1, count)
+        letters = tuple(between(rng, 0, len(LETTERS) - 1) for _ in range(count))
     if family == "inside":
         chains = zip(*(_some(rng, level, count) for level in LEVELS[:hops]), strict=True)
         return World(family, hops, tuple(chains), letters)
