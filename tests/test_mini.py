@@ -182,7 +182,7 @@ def test_deductions_follow_from_their_facts() -> None:
     for item in items("mini_logic", "test", 600):
         story, answer = item.document.split("\nAnswer: ")
         facts, _, question = story.rpartition(". ")
-        asked, *others = re.findall(r"(\w+) in ([ABCD])\.", answer)
+        asked, *others = re.findall(r"(\w+) ([ABCD])\.", answer)
         assert question == f"Where is {asked[0]}: A, B, C or D?"
         assert asked[1] == item.answer and item.document.startswith(f"{item.prompt} {item.answer}.")
         for one, letter in (asked, *others):
@@ -195,7 +195,7 @@ def test_deductions_follow_from_their_facts() -> None:
 
 def ended(facts: str, one: str) -> tuple[str, int]:
     """The letter to which the facts lead from a thing or person, and how many of them it takes."""
-    links = dict(re.findall(r"(\w+) (?:in|with) (\w+)\.", facts))
+    links = dict(re.findall(r" (\w+) (\w+)\.", facts.partition(" Swap")[0] + "."))
     hops = 0
     while one in links:
         one, hops = links[one], hops + 1
@@ -208,7 +208,14 @@ def test_lessons_are_for_training_only() -> None:
     made = {split: items("mini_logic", split, 2000) for split in ("train", "test")}  # type: ignore[arg-type]
     assert not any(item.lesson for item in made["test"])
     assert 0.6 < sum(item.lesson for item in made["train"]) / 2000 < 0.75
-    facts = {split: {item.prompt.count(" in ") for item in made[split] if item.family == "swap"} for split in made}
+    facts = {
+        split: {
+            item.prompt.partition(" Swap")[0].partition(" Where")[0].count(".")
+            for item in made[split]
+            if item.family == "swap"
+        }
+        for split in made
+    }
     assert facts == {"train": set(range(1, 9)), "test": {8}}
 
 
@@ -312,5 +319,5 @@ def test_tables_have_no_two_phrases_alike() -> None:
 DIGESTS = {
     "mini_math": "1b95f3cd00e20412",
     "mini_code": "57261f45f3087ab3",
-    "mini_logic": "6bfba517b9e8b3a9",
+    "mini_logic": "b92f1d2e779d9ffa",
 }

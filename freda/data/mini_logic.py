@@ -2,7 +2,7 @@
 
 The letters are the places of the story, and the answer is a sentence that ends in one, to be chosen by likelihood. What
 makes that learnable for a small model (LOG.md): there is no list of options in which a letter has to be looked up;
-facts are three words long, and the answer repeats those of the fact that it follows from; in training documents further
+facts are two words long, and the answer repeats those of the fact that it follows from; in training documents further
 conclusions from the same facts come behind it; and most of them are lessons, worlds of fewer things, down to one, with
 letters as they come: where one letter is more frequent, looking at letters pays, and where there are few things,
 looking for the right one does, before either is done well. In the worlds of tests every letter ends as many chains, or
@@ -39,7 +39,7 @@ LEVELS = (  # each of them is inside of one of the next, the last ones in places
 )
 
 
-FAMILIES = {"inside": "in", "with": "with", "swap": "in"}  # what links one and the next of a chain
+FAMILIES = ("inside", "with", "swap")  # things in things, people with people, things in places that swap
 
 
 class World(NamedTuple):
@@ -90,7 +90,7 @@ def _in_normal_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def draw(rng: random.Random, config: MiniConfig) -> World:
     """A world of one of the three families."""
-    family, hops = pick(rng, tuple(FAMILIES)), between(rng, config.logic_hops_from, config.logic_hops_to)
+    family, hops = pick(rng, FAMILIES), between(rng, config.logic_hops_from, config.logic_hops_to)
     count = SHORT_CHAINS if hops == 1 or family == "swap" else CHAINS
     letters = _some(rng, _evenly(count), count)
     if rng.random() < LESSONS:
@@ -114,8 +114,7 @@ def told(content: World, rng: random.Random, config: MiniConfig) -> Item:
     """Facts, a question over all the world's hops and its answer; then what else follows."""
     facts, conclusions = list[str](), list[tuple[str, str]]()  # about one thing or person, and the letter
     for chain, place in content.ends:
-        facts.extend(f" {one} {FAMILIES[content.family]} {two}." for one, two in itertools.pairwise(chain))
-        facts.append(f" {chain[-1]} in {LETTERS[place]}.")
+        facts.extend(f" {one} {two}." for one, two in itertools.pairwise((*chain, LETTERS[place])))
         end = place
         for pair in content.swaps:
             end = sum(pair) - end if end in pair else end
@@ -124,9 +123,9 @@ def told(content: World, rng: random.Random, config: MiniConfig) -> Item:
     first = len(content.chains[0]) * between(rng, 0, len(content.chains) - 1)  # of a chain: all its hops
     one, letter = conclusions.pop(first)
     story = "".join([FACTS, *_some(rng, facts, len(facts)), *swaps])
-    prompt = f"{story} Where is {one}{LETTERED}\nAnswer: {one} in"
+    prompt = f"{story} Where is {one}{LETTERED}\nAnswer: {one}"
     more = _some(rng, conclusions, min(len(conclusions), config.logic_conclusions - 1))
-    solution = "".join([f" {letter}.", *(f" {other} in {its}." for other, its in more)])
+    solution = "".join([f" {letter}.", *(f" {other} {its}." for other, its in more)])
     return Item(prompt, solution, letter, content.key, content.hops, content.family, lesson=content.lesson)
 
 
