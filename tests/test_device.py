@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +121,27 @@ def test_passes_go_ahead_of_their_reports_but_not_past_the_end(monkeypatch: pyte
     output = engine.run([Request(prompt=prompts(1)[0], max_new_tokens=24, passes=2, threshold=2.0)])[0]
     assert len(output.tokens) == 24 and started[0] == output.nfe == len(read)
     assert [begun - number for number, begun in enumerate(read, 1)].count(1) >= output.nfe - 4
+
+
+def test_padding_commits_nothing() -> None:
+    """Nobody ends it: where it is surer than the requests beside it, its text would outgrow its table."""
+    engine = Engine(loaded(), EngineConfig(max_batch=3, page_size=8, pages=60), PlainMachine)
+    for prompt in prompts(3, seed=9):
+        engine.submit(Request(prompt=prompt, max_new_tokens=20, passes=2))
+    for _ in range(6):
+        engine.step()
+    ((key, program),) = engine._programs.items()
+    assert key[1] == 4 and program.state.texts.stored[:3].min() > 0
+    assert program.state.texts.stored[3] == program.state.texts.pending[3] == 0
+
+
+def test_nothing_of_an_engine_stays_when_nobody_needs_it() -> None:
+    """Not even until the garbage collector comes: the next engine wants its memory."""
+    engine = Engine(loaded(), SMALL, PlainMachine)
+    engine.run([Request(prompt=[1, 2, 3], max_new_tokens=8)])
+    pages = weakref.ref(engine.pages)
+    del engine
+    assert pages() is None
 
 
 def test_cancelling_disturbs_nobody() -> None:

@@ -60,10 +60,15 @@ class State(NamedTuple):
     lanes: Lanes
     texts: Texts
     pending_ids: Tensor  # (R, B) int64: the block to commit, where there is one
+    real: Tensor  # (R,) bool: a request; padding drafts too, but commits nothing, or its text would outgrow its table
 
     def tensors(self) -> list[Tensor]:
         """What a pass changes."""
         return [*self.lanes.draft, self.lanes.begin, self.texts.stored, self.texts.pending, self.pending_ids]
+
+    def loaded(self) -> list[Tensor]:
+        """That, and what differs from batch to batch."""
+        return [*self.tensors(), self.texts.table, self.real, *self.lanes.rules[:2], *self.lanes.search]
 
 
 class Setting(NamedTuple):
@@ -147,7 +152,7 @@ def advance(state: State, method: Method, prediction: Sequence[Tensor], rows: Ro
 
     The new state is written over the old one here, so that compiled, nothing is copied afterwards.
     """
-    lanes, texts, pending_ids = state
+    lanes, texts, pending_ids, real = state
     lanes = settled(lanes, method, Prediction(*prediction))
     draft, closed = lanes.draft, lanes.draft.closed
     sound = draft.prob.isfinite().all(-1)
@@ -155,8 +160,8 @@ def advance(state: State, method: Method, prediction: Sequence[Tensor], rows: Ro
     fresh = start(draft.ids, torch.zeros_like(draft.given), blank_id)
     lanes = lanes._replace(draft=merge(~closed, draft, fresh), begin=lanes.begin + rows.block * closed)
     stored = texts.stored + texts.pending if rows.commit else texts.stored
-    texts = texts._replace(stored=stored, pending=(rows.block * closed).to(texts.pending))
-    after = State(lanes, texts, torch.where(closed[:, None], draft.ids, pending_ids))
+    texts = texts._replace(stored=stored, pending=(rows.block * (closed & real)).to(texts.pending))
+    after = State(lanes, texts, torch.where(closed[:, None], draft.ids, pending_ids), real)
     for old, new in zip(state.tensors(), after.tensors(), strict=True):
         old.copy_(new)
     return report
@@ -186,9 +191,7 @@ class Program:
 
     def load(self, state: State) -> None:
         """Take over another state of the same size."""
-        fixed = [self.state.texts.table, *self.state.lanes.rules[:2], *self.state.lanes.search]
-        given = [state.texts.table, *state.lanes.rules[:2], *state.lanes.search]
-        for old, new in zip([*self.state.tensors(), *fixed], [*state.tensors(), *given], strict=True):
+        for old, new in zip(self.state.loaded(), state.loaded(), strict=True):
             old.copy_(new)
 
     def step(self, rows: Rows, long: bool) -> Tensor:
@@ -199,10 +202,11 @@ class Program:
         return self._runs[rows, long]()
 
     def _plain(self, rows: Rows, long: bool) -> Callable[[], Tensor]:
-        buffers = self.setting.machine.buffers(len(self.state.pending_ids), rows, long)
+        state, setting = self.state, self.setting  # not `self`: a circle would keep the pages of engines that are gone
+        buffers = setting.machine.buffers(len(state.pending_ids), rows, long)
 
         def run() -> Tensor:
-            return one_pass(self.state, self.setting, rows, buffers)
+            return one_pass(state, setting, rows, buffers)
 
         return run
 
@@ -302,7 +306,8 @@ class DeviceBatch(Batch):
         lengths = (self._tensor(values, torch.int32) for values in (stored, pending))
         texts = Texts(self.cache.table(size, self._table_pages), *lengths)
         lanes = self.lanes.rows(rows)._replace(begin=self._tensor([*map(_begin, self.texts), *[0] * more], torch.int64))
-        return State(lanes, texts, self._tensor(ids, torch.int64))
+        real = self._tensor([True] * len(self.texts) + [False] * more, torch.bool)
+        return State(lanes, texts, self._tensor(ids, torch.int64), real)
 
     def draft_pass(self) -> list[int]:
         """One forward that commits what is pending and predicts; returns the rows whose block has closed.
