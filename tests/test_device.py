@@ -13,6 +13,7 @@ from test_engine import ALL, SMALL, Letters, alone, loaded, prompts, settings_of
 from torch import Tensor
 
 from freda.config import MethodConfig
+from freda.decode import device
 from freda.decode.batch import Batch, Pass, Request, Text
 from freda.decode.device import DeviceBatch, Machine, Report, prefill, stays_on_device
 from freda.decode.engine import Engine, EngineConfig
@@ -110,8 +111,10 @@ def test_watched_passes_are_the_same(name: str) -> None:
         assert (output.tokens, output.nfe, output.finish) == alone(model, request, name)
 
 
-def test_passes_go_ahead_of_their_reports_but_not_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next pass starts before the report of the last is read, and none is made in vain."""
+@pytest.mark.parametrize("most", [8, 7])
+def test_passes_go_ahead_of_their_reports_but_not_past_the_end(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """The next pass starts before the report of the last is read, and none is made in vain; none of many tokens."""
+    monkeypatch.setattr(device, "MOST_AHEAD", most)  # of a request's block to commit and its draft: 4 + 4
     started, read = [0], []
     run, tell = PlainMachine.run, Report.read
     monkeypatch.setattr(PlainMachine, "run", lambda *given: (started.__setitem__(0, started[0] + 1), run(*given))[1])
@@ -120,19 +123,63 @@ def test_passes_go_ahead_of_their_reports_but_not_past_the_end(monkeypatch: pyte
     engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
     output = engine.run([Request(prompt=prompts(1)[0], max_new_tokens=24, passes=2, threshold=2.0)])[0]
     assert len(output.tokens) == 24 and started[0] == output.nfe == len(read)
-    assert [begun - number for number, begun in enumerate(read, 1)].count(1) >= output.nfe - 4
+    ahead = [begun - number for number, begun in enumerate(read, 1)].count(1)
+    assert ahead >= output.nfe - 4 if most == 8 else ahead == 0
+
+
+def test_who_begins_to_watch_sees_the_second_pass() -> None:
+    """The first is under way already; none is started on the device behind it."""
+    engine = Engine(loaded(), SMALL, PlainMachine)
+    engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=24, threshold=2.0))
+    engine.step()
+    seen = list[Pass]()
+    engine.step(seen.append)
+    assert not seen
+    engine.step(seen.append)
+    assert len(seen) == 1
+
+
+def test_tables_are_filled_up_with_the_spare_page() -> None:
+    pages = Pages(loaded().model, 10, 8)
+    spare = pages.spare
+    found = PagedCache(pages, [[3], [0, 1]], [0, 0]).table(3, 3)
+    assert found.tolist() == [[3, spare, spare], [0, 1, spare], [spare] * 3] and found.dtype == torch.int32
 
 
 def test_padding_commits_nothing() -> None:
-    """Nobody ends it: where it is surer than the requests beside it, its text would outgrow its table."""
-    engine = Engine(loaded(), EngineConfig(max_batch=3, page_size=8, pages=60), PlainMachine)
-    for prompt in prompts(3, seed=9):
-        engine.submit(Request(prompt=prompt, max_new_tokens=20, passes=2))
+    """Nobody ends it: where it is surer than the requests beside it, its text would outgrow its table. A request that
+    takes its place does commit."""
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
+    asked = [Request(prompt=prompt, max_new_tokens=20, passes=2) for prompt in prompts(4, seed=9)]
+    for request in asked[:3]:
+        engine.submit(request)
     for _ in range(6):
         engine.step()
     ((key, program),) = engine._programs.items()
     assert key[1] == 4 and program.state.texts.stored[:3].min() > 0
     assert program.state.texts.stored[3] == program.state.texts.pending[3] == 0
+    while engine.busy:
+        engine.step()
+    assert [output.tokens for output in engine.run(asked)] == [alone(model, one, "self-refine")[0] for one in asked]
+
+
+def test_more_requests_than_the_largest_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "BUCKETS", (1, 2))
+    model = loaded()
+    engine = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60), PlainMachine)
+    asked = [Request(prompt=prompt, max_new_tokens=8) for prompt in prompts(3)]
+    assert [output.tokens for output in engine.run(asked)] == [alone(model, one, "self-refine")[0] for one in asked]
+    assert {size for _, size, _ in engine._programs} >= {64}
+
+
+def test_one_request_of_many_candidates() -> None:
+    """After its first pass, which has one, the next has all."""
+    model = loaded("best-of-n")
+    asked = [Request(prompt=p, max_new_tokens=12, threshold=2.0, width=4, tau=2.0) for p in prompts(6, seed=1)]
+    for request in asked:
+        output = Engine(model, SMALL, PlainMachine).run([request])[0]
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request, "best-of-n")
 
 
 def test_nothing_of_an_engine_stays_when_nobody_needs_it() -> None:

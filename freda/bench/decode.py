@@ -331,7 +331,7 @@ def _now(loaded: LoadedModel) -> float:
 
 def _forget(loaded: LoadedModel) -> None:
     """Free what the row before has left, so that the peak of memory is this row's own."""
-    gc.collect()  # graphs and their programs hold each other
+    gc.collect()
     if _on_cuda(loaded):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

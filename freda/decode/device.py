@@ -29,8 +29,6 @@ from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # numbers of requests that graphs are made for
-
-
 MOST_AHEAD = 64  # tokens of a forward that waits for the weights, whose time does not depend on how many they are
 LONG = 1024  # tokens of a text from which on attention has another form
 

@@ -37,7 +37,7 @@ from freda.model.weights import LoadedModel
 SHOWN_PROMPTS = 3
 PAGE = 16  # tokens
 BITS_AT_ONCE = 1 << 24
-Engines = dict[EngineConfig, Engine]  # of one model
+Engines = dict[EngineConfig, Engine]  # of one model: the last, by its size
 Progress = Callable[[int, int, float], None]  # answers done, answers in all, share of right ones so far
 
 
@@ -72,11 +72,8 @@ def evaluate(
         samples = _resume(out, head)
         left = [example for example in examples if example.id not in samples]
         with open(out / SAMPLES, "a", encoding="utf-8") as file:
-            engine = (
-                None
-                if task.CHOICES or not left
-                else _engine(loaded, left, settings, batch_size, {} if engines is None else engines)
-            )
+            generates, known = bool(left) and not task.CHOICES, {} if engines is None else engines
+            engine = _engine(loaded, left, settings, batch_size, known) if generates else None
             for made in _answers(loaded, engine, task, left, settings, batch_size):
                 samples |= {sample["id"]: sample for sample in made}
                 file.write("".join(json.dumps(sample) + "\n" for sample in made))
@@ -193,6 +190,7 @@ def _engine(
     pages = (min(batch_size, len(examples)) + 1) * -(-longest // page)
     config = EngineConfig(max_batch=batch_size, page_size=page, pages=pages, queue=batch_size)
     if config not in known:
+        known.clear()  # an engine packs the weights anew: two of them would hold them twice
         known[config] = Engine(loaded, config)
     return known[config]
 
