@@ -129,12 +129,25 @@ def compare_prefill(device: str, dtype: torch.dtype, **shape: Any) -> float:
     return max(((one - two).float().norm() / one.float().norm()).item() for one, two in pairs)
 
 
+def check_picks() -> None:
+    """Of equal logits the lowest ids count, within a tile and across them; of what is no number, some id, unsound."""
+    from freda.model.kernels import pick
+
+    logits = torch.zeros(3, 205)
+    logits[1, [70, 150]], logits[2] = 5.0, float("nan")
+    with patch.object(pick, "IDS_AT_ONCE", 64):
+        ids, prob, second, _ = (part.tolist() for part in pick.pick_of(logits, 200))
+    assert (ids[:2], second[:2]) == ([0, 70], [1, 150])
+    assert max(ids[2], second[2]) < 200 and prob[2] != prob[2]
+
+
 SHAPES = [{}, {"heads": 4, "kv_heads": 2, "head_dim": 128}, {"qk_norm": False, "qkv_bias": True}]
 
 PROGRAM = """
 import sys, json, torch
 sys.path.insert(0, "tests")
-from test_packed import CASES, SHAPES, compare, compare_prefill
+from test_packed import CASES, SHAPES, check_picks, compare, compare_prefill
+check_picks()
 for shape in SHAPES:
     assert compare_prefill("cpu", torch.float32, **shape) < 1e-5
 cases = [(case, {}) for case in range(len(CASES))]
