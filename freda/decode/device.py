@@ -3,8 +3,8 @@
 A pass is one function of tensors: candidates, forward, choice, prediction, commitment, and, for blocks that have
 closed, the next block, blank, with the closed one to be committed. The host reads back one small report: which blocks
 have closed, and with which tokens. On CUDA the whole pass is captured as a graph, once for each number of requests and
-each form of the forward (with or without a commit, one draft or several). Requests enter and leave by loading the state
-anew.
+each form of the forward (with or without a commit, one draft or several, short texts or long). Requests enter and leave
+by loading the state anew.
 
 It does what `Batch` does, which is its plain twin, where nobody draws by chance.
 """

@@ -135,7 +135,7 @@ def _rotary(STORED, PENDING, FREQ, COS, SIN, count, commit, block, HALF: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _half(A, BIASES, place, column, mask, step, PARTS: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values that lie in parts, summed and rounded as a product would leave them."""
+    """Values that lie in parts, summed."""
     total = tl.load(A + place + column, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(A + part * step + place + column, mask=mask, other=0.0).to(tl.float32)

@@ -113,7 +113,7 @@ def _scan(  # type: ignore[no-untyped-def]
     row = tl.minimum(n, rows - 1)
     logits = multiplied(A, W, row, token, real, 0, inner, inner, BN, BM, BK, STAGES, INT8, FAST)
     if INT8:
-        logits = logits * tl.load(SCALES + tl.minimum(n, rows - 1))[:, None]
+        logits = logits * tl.load(SCALES + row)[:, None]
     t = tl.arange(0, TILES)
     kept = (t < tiles)[:, None] & real[None, :]
     squares = tl.load(SQUARES + t[:, None] * all_tokens + token[None, :], mask=kept, other=0.0)
