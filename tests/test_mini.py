@@ -183,7 +183,7 @@ def test_deductions_follow_from_their_facts() -> None:
         story, answer = item.document.split("\nAnswer: ")
         facts, _, question = story.rpartition(". ")
         asked, *others = re.findall(r"(\w+) ([ABCD])\.", answer)
-        assert question == f"Where is {asked[0]}: A, B, C or D?"
+        assert question == f"Where is {asked[0]}?"
         assert asked[1] == item.answer and item.document.startswith(f"{item.prompt} {item.answer}.")
         for one, letter in (asked, *others):
             assert ended(f"{facts}.", one)[0] == letter, item.document
@@ -319,5 +319,5 @@ def test_tables_have_no_two_phrases_alike() -> None:
 DIGESTS = {
     "mini_math": "1b95f3cd00e20412",
     "mini_code": "57261f45f3087ab3",
-    "mini_logic": "b92f1d2e779d9ffa",
+    "mini_logic": "23c0c93bf4c1e1d3",
 }

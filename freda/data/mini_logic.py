@@ -25,7 +25,7 @@ from freda.data.synthetic import between, pick
 
 T = TypeVar("T")
 LETTERS = ("A", "B", "C", "D")
-FACTS, LETTERED = "Facts:", ": A, B, C or D?"
+FACTS = "Facts:"
 CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one; lessons have fewer
 LESSONS = 0.7  # share of worlds
 NAMES = tuple(person.name for person in PEOPLE)
@@ -123,7 +123,7 @@ def told(content: World, rng: random.Random, config: MiniConfig) -> Item:
     first = len(content.chains[0]) * between(rng, 0, len(content.chains) - 1)  # of a chain: all its hops
     one, letter = conclusions.pop(first)
     story = "".join([FACTS, *_some(rng, facts, len(facts)), *swaps])
-    prompt = f"{story} Where is {one}{LETTERED}\nAnswer: {one}"
+    prompt = f"{story} Where is {one}?\nAnswer: {one}"  # letters in a question would be looked at too
     more = _some(rng, conclusions, min(len(conclusions), config.logic_conclusions - 1))
     solution = "".join([f" {letter}.", *(f" {other} {its}." for other, its in more)])
     return Item(prompt, solution, letter, content.key, content.hops, content.family, lesson=content.lesson)

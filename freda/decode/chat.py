@@ -96,7 +96,7 @@ def as_question(message: str) -> str:
         return text
     if "\nAnswer:" in text:
         return text
-    if OPTIONS in text or text.endswith(mini_logic.LETTERED):
+    if OPTIONS in text or text.startswith(mini_logic.FACTS):
         return f"{text}\nAnswer:"
     return f"Q: {text.removeprefix('Q:').removesuffix('A:').strip()}\nA:"
 

@@ -82,10 +82,10 @@ class Choice(NamedTuple):
 
 
 def wants_of(method: Method, requests: Sequence[DecodeConfig]) -> Wants:
-    """What the host must know of these requests."""
+    """What the host must know of these requests. Width and swaps are nothing to a method without a scorer."""
     return Wants(
-        width=max((r.width for r in requests), default=1),
-        swaps=max((r.swaps for r in requests), default=0),
+        width=max((r.width for r in requests), default=1) if method.SCORES else 1,
+        swaps=max((r.swaps for r in requests), default=0) if method.SCORES else 0,
         samples=any(r.temperature > 0 for r in requests),
         draws=method.SCORES and any(r.candidates == "sampled" for r in requests),
     )

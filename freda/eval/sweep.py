@@ -158,8 +158,9 @@ def _measure(subject: Subject, sweep: SweepConfig, note: Note) -> Iterator[Point
         for done, setting in enumerate(chosen, start=1):
             folder = subject.place / task.NAME / setting.folder
             decoding = system.decoding(sweep.max_new_tokens, **setting._asdict())
-            how = {"settings": decoding, "batch_size": sweep.batch_size, "engines": engines}
-            found = evaluate(loaded, task, examples, folder, **how)  # type: ignore[arg-type]
+            found = evaluate(
+                loaded, task, examples, folder, settings=decoding, batch_size=sweep.batch_size, engines=engines
+            )
             samples = read_samples(folder)[1]
             right = "".join("1" if samples[example.id]["correct"] else "0" for example in examples)
             numbers = {key: found[key] for key in ("n", "accuracy", "standard_error", "nfe", "tpf", "seconds")}

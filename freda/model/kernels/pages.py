@@ -275,8 +275,8 @@ def _new_tokens(  # type: ignore[no-untyped-def]
         1.4426950408889634 / tl.sqrt(C * 1.0)
     )
     if COMMIT > 0:
-        kept = t < tl.where(writes & (pending > 0), COMMIT, 0)
         fresh = stored + t
+        kept = (t < tl.where(writes & (pending > 0), COMMIT, 0)) & (fresh // PAGE < table_step)
         leaf = tl.load(TABLE + request * table_step + fresh // PAGE, mask=kept, other=0).to(tl.int64)
         shelf = ((leaf * KV + kv) * PAGE + fresh % PAGE)[:, None] * C
         tl.store(KEYS + shelf + c[None, :], n1, mask=kept[:, None])
