@@ -5,7 +5,7 @@ makes that learnable for a small model (LOG.md): there is no list of options in 
 facts are two words long, and the answer repeats those of the fact that it follows from; in training documents further
 conclusions from the same facts come behind it; and most of them are lessons, worlds of fewer things, down to one, with
 letters as they come: where one letter is more frequent, looking at letters pays, and where there are few things,
-looking for the right one does, before either is done well. In the worlds of tests every letter ends as many chains, or
+looking for the right one does, before either is done well; and their conclusions repeat. In the worlds of tests every letter ends as many chains, or
 the most frequent one would be a good guess, and holds two things or people at least, or a conclusion could be told from
 the letters that are left. The content is the little world that is told: whatever is asked about it, in whatever order
 its facts come, a world is in one split.
@@ -121,10 +121,14 @@ def told(content: World, rng: random.Random, config: MiniConfig) -> Item:
         conclusions.extend((one, LETTERS[end]) for one in chain)
     swaps = [f" Swap {LETTERS[one]} and {LETTERS[two]}." for one, two in content.swaps]
     first = len(content.chains[0]) * between(rng, 0, len(content.chains) - 1)  # of a chain: all its hops
-    one, letter = conclusions.pop(first)
+    one, letter = conclusions[first]
     story = "".join([FACTS, *_some(rng, facts, len(facts)), *swaps])
     prompt = f"{story} Where is {one}?\nAnswer: {one}"  # letters in a question would be looked at too
-    more = _some(rng, conclusions, min(len(conclusions), config.logic_conclusions - 1))
+    if content.lesson:  # said again and again: what was said a moment ago is the easiest to look up
+        more = tuple(pick(rng, tuple(conclusions)) for _ in range(config.logic_conclusions - 1))
+    else:
+        conclusions.pop(first)
+        more = _some(rng, conclusions, min(len(conclusions), config.logic_conclusions - 1))
     solution = "".join([f" {letter}.", *(f" {other} {its}." for other, its in more)])
     return Item(prompt, solution, letter, content.key, content.hops, content.family, lesson=content.lesson)
 
