@@ -1,14 +1,15 @@
 """Deductions with four answers, A to D: things inside of things, people with people, and things that change places.
 
 The letters are the places of the story, and the answer is a sentence that ends in one, to be chosen by likelihood. What
-makes that learnable for a small model (LOG.md): there is no list of options in which a letter has to be looked up;
-facts are two words long, and the answer repeats those of the fact that it follows from; in training documents further
-conclusions from the same facts come behind it; and most of them are lessons, worlds of fewer things, down to one, with
-letters as they come: where one letter is more frequent, looking at letters pays, and where there are few things,
-looking for the right one does, before either is done well; and their conclusions repeat. In the worlds of tests every letter ends as many chains, or
-the most frequent one would be a good guess, and holds two things or people at least, or a conclusion could be told from
-the letters that are left. The content is the little world that is told: whatever is asked about it, in whatever order
-its facts come, a world is in one split.
+is meant to make that learnable for a small model (LOG.md): there is no list of options in which a letter has to be
+looked up; facts are two words long, and the answer repeats those of the fact that it follows from; in training
+documents further conclusions from the same facts come behind it; and most of them are lessons, worlds of fewer things,
+down to one, with letters as they come and conclusions that repeat. Where one letter is more frequent, looking at
+letters pays, and where there are few things, looking for the right one does, before either is done well.
+
+In the worlds of tests every letter ends as many chains, or the most frequent one would be a good guess, and holds two
+things or people at least, or a conclusion could be told from the letters that are left. The content is the little world
+that is told: whatever is asked about it, in whatever order its facts come, a world is in one split.
 """
 
 from __future__ import annotations
