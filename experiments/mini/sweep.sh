@@ -21,8 +21,8 @@ sweep() {
             options+=(--set "system.$system.models=[$models]")
         done
     fi
-    background "$runs/sweep-$1" $FREDA sweep "$config" --data $runs/data --out "$runs/sweep-$1" --device "$DEVICE" --dtype "$DTYPE" \
-        "${options[@]}"
+    background "$runs/sweep-$1" $FREDA sweep "$config" --data $runs/data --out "$runs/sweep-$1" \
+        --device "$DEVICE" --dtype "$DTYPE" "${options[@]}"
 }
 
 [ $# -gt 0 ] || set -- a b c d e compute

@@ -28,7 +28,7 @@ from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
 
 # Most requests of an engine whose passes are compiled around the forward: some eighty kernels of 2 µs are 6% of a
-# forward over few tokens. Compiling takes half a minute, and pays for an engine that is made for one stream.
+# forward over few tokens. Compiling takes a while, and pays for an engine that is made for one stream.
 MOST_COMPILED = 4
 LOOK_BACK = 64  # tokens at the end of a text in which stop strings are looked for, beside the new block
 
