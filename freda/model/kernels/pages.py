@@ -6,7 +6,8 @@ program has a request, a head of keys and some of the query heads that share it,
 requests also a part of the text, and the last to come merges the parts (`_attend_parts`), with many the whole text
 (`_attend_whole`). It adds up the parts of q, k and v that the product before has left, norms and rotates them. One of
 those that have the new tokens also writes the committed block's keys and values into the pages. The grid depends on the
-number of requests alone, so one CUDA graph serves texts of all lengths. The plain twin is `transformer.Attention` over gathered pages.
+number of requests alone, so one CUDA graph serves texts of all lengths. The plain twin is `transformer.Attention` over
+gathered pages.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def cut_for(requests: int, heads: Heads, rows: Rows, *, long: bool = False) -> C
     """Few requests: many small programs, since what counts is how long one takes. Many: each key is read once.
 
     On an H200, Qwen3-4B's shape, one request: 128 keys at once by 8 warps are 2 µs a layer faster than 64 over 512
-    tokens and 6 µs slower over 4,096. With 20 tokens in a forward, 64 by 4 warps are the best over 4,096 and 1.6 µs from
-    the best over 512.
+    tokens and 6 µs slower over 4,096. With 20 tokens in a forward, 64 by 4 warps are the best over 4,096 and 1.6 µs
+    from the best over 512.
     """
     group, groups = heads.heads // heads.kv_heads, requests * heads.kv_heads
     shares = [share for share in range(1, group + 1) if group % share == 0]
