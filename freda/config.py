@@ -64,7 +64,7 @@ class MiniConfig:
     math_distractors: float = knob(0.3, "share of word problems with a sentence that does not matter")
     code_steps_from: int = knob(2, "fewest transformations in a function")
     code_steps_to: int = knob(5, "most transformations in a function")
-    code_shown: float = knob(0.5, "share of functions one step of which is shown by an example instead of said")
+    code_shown: float = knob(0.7, "share of functions one step of which is shown by an example instead of said")
     logic_hops_from: int = knob(1, "fewest hops of a deduction: facts or swaps that lead to the answer")
     logic_hops_to: int = knob(2, "most hops of a deduction")
     logic_conclusions: int = knob(6, "most conclusions in a training document; the first is what a test asks for")

@@ -28,7 +28,7 @@ from tests.stand_in import write_stand_in
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS, CONFIGS = ROOT / "experiments" / "mini", ROOT / "configs" / "mini"
-CLAIMS = ("a", "b", "c", "d", "e", "compute")
+CLAIMS = ("a", "b", "c", "d", "e", "f", "compute")
 
 # Writes its arguments down, and makes what the scripts look for. A run whose folder is $BROKEN fails.
 PROGRAM = """#!/bin/bash
@@ -104,6 +104,7 @@ def test_every_ablation_changes_what_it_says(work: Path) -> None:
         for name, run in found.items()
     }
     assert changed == {
+        "reference": {},
         "hard-feedback": {"feedback": "hard"},
         "no-replacement": {"replacement_start": 0.0, "replacement_end": 0.0},
         "committed-hard": {"committed_hard": True},
@@ -114,6 +115,7 @@ def test_every_ablation_changes_what_it_says(work: Path) -> None:
         "passes-5": {"passes": 5},
         "sampled-drafts": {"drafts": "sampled"},
         "block-8": {"block_size": 8},
+        "block-diffusion-reference": {"noise_min": 0.3},
         "block-diffusion-block-8": {"block_size": 8, "noise_min": 0.3},
         "beam-negatives": {"negatives": "beam"},
         "scorer-layer": {"scorer_layer": True},
@@ -187,7 +189,7 @@ def test_less_of_it(work: Path) -> None:
     found = runs(called(work, "train.sh", SEEDS="7", ONLY="base self-refine", PERCENT="10", TRAIN="train.lr=1e-4"))
     assert {name: (run.train.steps, run.train.lr) for name, run in found.items()} == {
         "7/base": (200, 1e-4),
-        "7/self-refine": (80, 1e-4),
+        "7/self-refine": (60, 1e-4),
     }
 
 
@@ -247,7 +249,7 @@ def test_the_card_says_what_the_files_say(shipping: dict[str, Path]) -> None:
     assert done.returncode == 0, done.stderr
     text = (shipping["out"] / "README.md").read_text(encoding="utf-8")
     assert "| mathematics | 2,000 | 81.0 | 0.9 | 3.25 | 81.2 |" in text and "| logic | 2,000 | 61.0 |" in text
-    assert "1. autoregressive: 2,000 steps, 65.5 M tokens" in text and "2. self-refine: 800 steps, 26.2 M" in text
+    assert "1. autoregressive: 2,000 steps, 65.5 M tokens" in text and "2. self-refine: 600 steps, 19.7 M" in text
     assert "123,456 tokens" in text and r"$'Q: Mia\'s?\nA:'" in text and "{" not in text
     settings_in(shipping["out"] / "data", "mini_math")  # freda eval finds its questions there
     assert load_model(shipping["out"]).method.name == "self-refine"

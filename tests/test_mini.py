@@ -179,7 +179,9 @@ def test_stories_say_what_is_calculated() -> None:
 
 def test_deductions_follow_from_their_facts() -> None:
     found: collections.Counter[str] = collections.Counter()
-    for item in items("mini_logic", "test", 600):
+    for item in items("mini_logic", "test", 1000):
+        if item.family == "walk":
+            continue
         story, answer = item.document.split("\nAnswer: ")
         facts, _, question = story.rpartition(". ")
         asked, *others = re.findall(r"(\w+) ([ABCD])\.", answer)
@@ -190,7 +192,21 @@ def test_deductions_follow_from_their_facts() -> None:
         assert ended(f"{facts}.", asked[0])[1] == item.level
         assert len({asked, *others}) == min(PLAIN.logic_conclusions, answer.count(".")) >= 4
         found[item.family] += 1
-    assert min(found.values()) > 100
+    assert len(found) == 3 and min(found.values()) > 100
+
+
+def test_walks_lead_where_they_say() -> None:
+    """Every place that is said follows from the one said before it and the moves between."""
+    walks = [item for item in items("mini_logic", "test", 1000) if item.family == "walk"]
+    assert 400 < len(walks) < 600
+    for item in walks:
+        assert item.document == f"{item.prompt} {item.answer}."
+        start, *rounds = item.document.removeprefix("Walk: ").removesuffix(".").split(", ")
+        place = "ABCD".index(start)
+        for moves, _, letter in (text.partition(": ") for text in rounds):
+            place += sum({"left": 1, "right": -1, "across": 2}[move] for move in moves.split())
+            assert "ABCD"[place % 4] == letter, item.document
+        assert item.level == len(moves.split())
 
 
 def ended(facts: str, one: str) -> tuple[str, int]:
@@ -229,10 +245,13 @@ def test_levels_and_families_are_all_there() -> None:
     for kind, levels in (("mini_math", "math_steps"), ("mini_code", "code_steps"), ("mini_logic", "logic_hops")):
         made = items(kind, "train", 2000)  # type: ignore[arg-type]
         least, most = getattr(PLAIN, f"{levels}_from"), getattr(PLAIN, f"{levels}_to")
-        assert {item.level for item in made} == set(range(least, most + 1))
+        assert {item.level for item in made if item.family != "walk"} == set(range(least, most + 1))
+        assert {item.level for item in made if item.family == "walk"} <= set(range(least, 4 * most + 1))
     harder = MiniConfig(math_steps_from=7, math_steps_to=8, logic_hops_from=6, logic_hops_to=6, math_max_number=999)
     assert min(item.level for item in items("mini_math", "test", 50, harder)) == 7
-    assert {item.level for item in items("mini_logic", "test", 50, harder)} == {6}
+    made = items("mini_logic", "test", 100, harder)
+    assert {item.level for item in made if item.family != "walk"} == {6}
+    assert {item.level for item in made if item.family == "walk"} <= set(range(6, 25))
 
 
 def test_wordings_vary_and_solutions_do_not() -> None:
@@ -318,6 +337,6 @@ def test_tables_have_no_two_phrases_alike() -> None:
 
 DIGESTS = {
     "mini_math": "1b95f3cd00e20412",
-    "mini_code": "57261f45f3087ab3",
-    "mini_logic": "32fdfbb0c19b473b",
+    "mini_code": "856940de9cf7bce8",
+    "mini_logic": "6d2b2934789b71d6",
 }

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Every ablation, from the same base (or, for scorers, the same self-refinement model) with the same rows, order and
-# optimizer: one thing changed. After train.sh.
+# optimizer: one thing changed. Half the steps of the main comparison, and references of their own with as many: there
+# are a dozen of them. After train.sh.
 #
 #   experiments/mini/ablations.sh         # SEEDS="0 1 2" JOBS=4; --smoke as in train.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -14,17 +15,20 @@ ablation() {
     done
 }
 
-ablation hard-feedback self-refine base $steps method.feedback=hard
-ablation no-replacement self-refine base $steps method.replacement_start=0 method.replacement_end=0
-ablation committed-hard self-refine base $steps method.committed_hard=true
-ablation rescaled self-refine base $steps method.rescale=true
-ablation prefix-replacement self-refine base $steps method.replacement=prefix
-ablation passes-1 self-refine base $steps method.passes=1
-ablation passes-2 self-refine base $steps method.passes=2
-ablation passes-5 self-refine base $steps method.passes=5
-ablation sampled-drafts self-refine base $steps method.drafts=sampled
-ablation block-8 self-refine base $steps method.block_size=8
-ablation block-diffusion-block-8 block-diffusion base $steps method.block_size=8
+half=$((steps / 2))
+ablation reference self-refine base $half
+ablation hard-feedback self-refine base $half method.feedback=hard
+ablation no-replacement self-refine base $half method.replacement_start=0 method.replacement_end=0
+ablation committed-hard self-refine base $half method.committed_hard=true
+ablation rescaled self-refine base $half method.rescale=true
+ablation prefix-replacement self-refine base $half method.replacement=prefix
+ablation passes-1 self-refine base $half method.passes=1
+ablation passes-2 self-refine base $half method.passes=2
+ablation passes-5 self-refine base $half method.passes=5
+ablation sampled-drafts self-refine base $half method.drafts=sampled
+ablation block-8 self-refine base $half method.block_size=8
+ablation block-diffusion-reference block-diffusion base $half
+ablation block-diffusion-block-8 block-diffusion base $half method.block_size=8
 ablation beam-negatives best-of-n self-refine $scorer_steps method.negatives=beam
 ablation scorer-layer best-of-n self-refine $scorer_steps method.scorer_layer=true
 settle

@@ -1,12 +1,12 @@
 #!/bin/bash
 # The paper's claims, one sweep each: measured, drawn, and kept in results/mini. After train.sh;
-# compute also after compute.sh, e after ablations.sh.
+# compute also after compute.sh, e and f after ablations.sh.
 #
 #   experiments/mini/sweep.sh             # all; or some: experiments/mini/sweep.sh a b
 #
 #   a  self-refinement against block diffusion against autoregressive, by kind of task
 #   b  accuracy against passes                 c  accuracy against speed; stability under further passes
-#   d  weight of the scorer, candidates        e  every ablation
+#   d  weight of the scorer, candidates        e  every ablation of self-refinement     f  of the scorer
 #   compute  as a, with equal compute instead of equal tokens
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -25,7 +25,7 @@ sweep() {
         --device "$DEVICE" --dtype "$DTYPE" "${options[@]}"
 }
 
-[ $# -gt 0 ] || set -- a b c d e compute
+[ $# -gt 0 ] || set -- a b c d e f compute
 for claim in "$@"; do sweep "$claim"; done
 settle
 mkdir -p results/mini

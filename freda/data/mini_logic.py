@@ -1,4 +1,4 @@
-"""Deductions with four answers, A to D: things inside of things, people with people, and things that change places.
+"""Deductions with four answers, A to D: things inside of things, people with people, things that change places, walks.
 
 The letters are the places of the story, and the answer is a sentence that ends in one, to be chosen by likelihood. What
 is meant to make that learnable for a small model (LOG.md): there is no list of options in which a letter has to be
@@ -10,6 +10,11 @@ letters pays, and where there are few things, looking for the right one does, be
 In the worlds of tests every letter ends as many chains, or the most frequent one would be a good guess, and holds two
 things or people at least, or a conclusion could be told from the letters that are left. The content is the little world
 that is told: whatever is asked about it, in whatever order its facts come, a world is in one split.
+
+A walk goes around four places in a circle and says now and then where it is. Nothing has to be looked up but the last
+place said; what is hard is to put the moves since then together, in one forward. Most of them are lessons too, with one
+move more frequent than others, and more often alone: with all as frequent, neither the last place nor the last move
+says anything about the next place, but both together do, and even single moves were not learned (LOG.md).
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from freda.data.synthetic import between, pick
 T = TypeVar("T")
 LETTERS = ("A", "B", "C", "D")
 FACTS = "Facts:"
+WALK = "Walk:"  # around a circle: A, B, C, D and A again
 CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one; lessons have fewer
 LESSONS = 0.7  # share of worlds
 NAMES = tuple(person.name for person in PEOPLE)
@@ -40,7 +46,12 @@ LEVELS = (  # each of them is inside of one of the next, the last ones in places
 )
 
 
-FAMILIES = ("inside", "with", "swap")  # things in things, people with people, things in places that swap
+FAMILIES = ("inside", "with", "swap", "walk", "walk", "walk")
+MOVES = ("left", "right", "across")  # by 1, 3 and 2 places around the circle
+SHIFTS = (1, 3, 2)
+MOVES_A_HOP = 4  # at most: a move is easier than a look-up
+FAVOURED, SINGLE = 0.8, 0.5  # of the moves of a lesson are the same; of its rounds are one move
+STOPS = (5, 8)  # of a walk, fewest and most, the one that is asked for included
 
 
 class World(NamedTuple):
@@ -71,6 +82,26 @@ class World(NamedTuple):
         return list(zip(self.chains, self.letters, strict=True))
 
 
+class Walk(NamedTuple):
+    """A first place, and the moves between the places that are said; the last of those is asked for."""
+
+    start: int
+    rounds: tuple[tuple[int, ...], ...]
+    lesson: bool
+
+    @property
+    def key(self) -> str:
+        """Where it begins and all its moves, whatever is said on the way."""
+        return f"walk {LETTERS[self.start]} {' '.join(MOVES[move] for moves in self.rounds for move in moves)}"
+
+    @property
+    def places(self) -> list[str]:
+        """The letter after each round."""
+        turns = (sum(SHIFTS[move] for move in moves) for moves in self.rounds)
+        totals = itertools.accumulate(turns, initial=self.start)
+        return [LETTERS[total % len(LETTERS)] for total in totals][1:]
+
+
 def _evenly(count: int) -> list[int]:
     """So many letters, each as often."""
     return [place % len(LETTERS) for place in range(count)]
@@ -89,9 +120,29 @@ def _in_normal_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return ordered
 
 
-def draw(rng: random.Random, config: MiniConfig) -> World:
-    """A world of one of the three families."""
-    family, hops = pick(rng, FAMILIES), between(rng, config.logic_hops_from, config.logic_hops_to)
+def draw(rng: random.Random, config: MiniConfig) -> World | Walk:
+    """A world of one of three families, or a walk."""
+    family = pick(rng, FAMILIES)
+    return _draw_walk(rng, config) if family == "walk" else _draw_world(rng, config, family)
+
+
+def _draw_walk(rng: random.Random, config: MiniConfig) -> Walk:
+    lesson, favourite = rng.random() < LESSONS, between(rng, 0, len(MOVES) - 1)
+
+    def moves() -> tuple[int, ...]:
+        count = between(rng, config.logic_hops_from, MOVES_A_HOP * config.logic_hops_to)
+        if lesson and rng.random() < SINGLE:
+            count = 1
+        return tuple(
+            favourite if lesson and rng.random() < FAVOURED else between(rng, 0, len(MOVES) - 1) for _ in range(count)
+        )
+
+    start = between(rng, 0, len(LETTERS) - 1)
+    return Walk(start, tuple(moves() for _ in range(between(rng, *STOPS))), lesson)
+
+
+def _draw_world(rng: random.Random, config: MiniConfig, family: str) -> World:
+    hops = between(rng, config.logic_hops_from, config.logic_hops_to)
     count = SHORT_CHAINS if hops == 1 or family == "swap" else CHAINS
     letters = _some(rng, _evenly(count), count)
     if rng.random() < LESSONS:
@@ -111,7 +162,21 @@ def draw(rng: random.Random, config: MiniConfig) -> World:
     return World(family, hops, tuple((thing,) for thing in _some(rng, LEVELS[0], count)), letters, tuple(swaps))
 
 
-def told(content: World, rng: random.Random, config: MiniConfig) -> Item:
+def told(content: World | Walk, rng: random.Random, config: MiniConfig) -> Item:
+    """The content in words, with its solution."""
+    return _told_walk(content) if isinstance(content, Walk) else _told_world(content, rng, config)
+
+
+def _told_walk(walk: Walk) -> Item:
+    """The first place; then moves, and where they lead."""
+    rounds = [" ".join(MOVES[move] for move in moves) for moves in walk.rounds]
+    *said, answer = walk.places
+    known = [f"{moves}: {place}," for moves, place in zip(rounds, said, strict=False)]
+    prompt = " ".join([WALK, f"{LETTERS[walk.start]},", *known, f"{rounds[-1]}:"])
+    return Item(prompt, f" {answer}.", answer, walk.key, len(walk.rounds[-1]), "walk", lesson=walk.lesson)
+
+
+def _told_world(content: World, rng: random.Random, config: MiniConfig) -> Item:
     """Facts, a question over all the world's hops and its answer; then what else follows."""
     facts, conclusions = list[str](), list[tuple[str, str]]()  # about one thing or person, and the letter
     for chain, place in content.ends:

@@ -92,9 +92,7 @@ class Chat:
 def as_question(message: str) -> str:
     """A message as the training documents of the mini suite and the demo begin: question, function or choice."""
     text = message.strip()
-    if text.startswith("def "):
-        return text
-    if "\nAnswer:" in text:
+    if text.startswith(("def ", mini_logic.WALK)) or "\nAnswer:" in text:
         return text
     if OPTIONS in text or text.startswith(mini_logic.FACTS):
         return f"{text}\nAnswer:"

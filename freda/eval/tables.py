@@ -141,6 +141,17 @@ class Sweep:
             return None
         return compared(list(zip(first, second, strict=True)))
 
+    def paired_mean(self, system: str) -> Interval | None:
+        """The mean over the tasks of the paired differences; its interval takes their errors as independent."""
+        found = [self.paired(system, task) for task in self.tasks]
+        known = [one for one in found if one is not None]
+        if not known or len(known) < len(found):
+            return None
+        mean = statistics.fmean(one.difference for one in known)
+        middle = statistics.fmean((one.low + one.high) / 2 for one in known)
+        half = math.sqrt(sum(((one.high - one.low) / 2) ** 2 for one in known)) / len(known)
+        return Interval(*(round(100 * value, 2) for value in (mean, middle - half, middle + half)))
+
     def _shares(self, system: str, task: str) -> list[float] | None:
         """The share of the system's models that has each question right; None if one of them was not measured."""
         places = [(system, model, task, self.main(system)) for model in range(len(self.systems[system].models))]
@@ -166,8 +177,9 @@ def covariance(one: Point, other: Point) -> float:
 def main_table(sweep: Sweep) -> Table:
     """Table main_results: every system on every task, and its paired difference from the baseline."""
     header = ["system", "passes", "threshold", *sweep.tasks, "average", "tokens per forward"]
+    averaged = ["average"] if len(sweep.tasks) > 1 else []
     if sweep.baseline:
-        header += [f"{task} − {sweep.baseline}" for task in sweep.tasks]
+        header += [f"{task} − {sweep.baseline}" for task in (*sweep.tasks, *averaged)]
     rows: list[tuple[Cell, ...]] = []
     for system in sweep.systems:
         setting = sweep.main(system)
@@ -179,6 +191,7 @@ def main_table(sweep: Sweep) -> Table:
         shown += [mean_of(known), two_digits(statistics.fmean(speed)) if speed else None]
         if sweep.baseline:
             shown += [interval(sweep.paired(system, task)) for task in sweep.tasks]
+            shown += [sweep.paired_mean(system) for _ in averaged]
         rows.append(tuple(shown))
     places = [published.TASKS.index(task) if task in published.TASKS else None for task in sweep.tasks]
     if any(place is not None for place in places):

@@ -1,0 +1,148 @@
+"""Put the tables of `results/mini` into `docs/reproduction.md`, and draw its figures.
+
+    python experiments/mini/report.py            # writes the page's tables and docs/images/mini
+    python experiments/mini/report.py --check    # says whether the page has the tables of the files
+
+The page's sentences are written by hand; what stands between `<!-- table NAME -->` and `<!-- end -->` is made here, of
+nothing but the sweeps' files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from freda.eval.command import draw_sweep
+from freda.eval.sweep import Setting, read_sweep
+from freda.eval.tables import (
+    OVERALL,
+    Cell,
+    Sweep,
+    Table,
+    as_markdown,
+    main_table,
+    speed_up_table,
+    tau_table,
+    two_digits,
+    width_table,
+    with_error,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE, IMAGES = ROOT / "results" / "mini", ROOT / "docs" / "reproduction.md", ROOT / "docs" / "images" / "mini"
+FIGURES = {"a": ["main"], "b": ["passes"], "c": ["pareto", "stability"]}
+MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def seeds_table(sweep: Sweep) -> Table:
+    """The mean over the tasks, seed by seed."""
+    count = max(len(system.models) for system in sweep.systems.values())
+    rows: list[tuple[Cell, ...]] = []
+    for system in sweep.systems:
+        setting = sweep.main(system)
+        found = [[sweep.by_place.get((system, seed, task, setting)) for task in sweep.tasks] for seed in range(count)]
+        means = [None if None in points else _mean([100 * p.accuracy for p in points if p]) for points in found]
+        rows.append((system, *means))
+    return Table("", ("system", *(f"seed {seed}" for seed in range(count))), rows)
+
+
+def passes_table(sweep: Sweep) -> Table:
+    """Accuracy by passes, a row for each system and kind."""
+    counts = sorted({s.passes for system in sweep.systems for s in sweep.settings("passes", system)})
+    rows: list[tuple[Cell, ...]] = []
+    for panel in sweep.panels():
+        for system in sweep.systems:
+            by_passes = {setting.passes: setting for setting in sweep.settings("passes", system)}
+            rows.append((panel, system, *(_score(sweep, system, panel, by_passes.get(count)) for count in counts)))
+    return Table("", ("kind", "system", *(f"{count} passes" if count > 1 else "1 pass" for count in counts)), rows)
+
+
+def ablations_table(sweep: Sweep) -> Table:
+    """Every system with 1, 2 and the main number of passes, and its paired difference from the baseline."""
+    header = ["system", *(f"{panel}, 1 / 2 / 4 passes" for panel in sweep.panels()), "tokens per forward"]
+    rows: list[tuple[Cell, ...]] = []
+    for system in sweep.systems:
+        by_passes = {setting.passes: setting for setting in sweep.settings("passes", system)}
+        settings = [by_passes.get(1), by_passes.get(2), sweep.main(system)]
+        cells: list[Cell] = [
+            " / ".join(_plain(sweep, system, panel, setting) for setting in settings) for panel in sweep.panels()
+        ]
+        speed = sweep.score(system, OVERALL, sweep.main(system))
+        rows.append((system, *cells, speed and two_digits(speed.tpf), sweep.paired_mean(system)))
+    return Table("", (*header, f"average − {sweep.baseline}, 4 passes"), rows)
+
+
+def stability_table(sweep: Sweep) -> Table:
+    """What every further pass changes, the mean over seeds and tasks."""
+    rows: list[tuple[Cell, ...]] = []
+    for system in dict.fromkeys(str(found["system"]) for found in sweep.stability):
+        runs = [found["rows"] for found in sweep.stability if found["system"] == system]
+        for rounds in zip(*runs, strict=True):
+            shares = (
+                _mean([100 * one[name] for one in rounds]) for name in ("right", "changed", "mended", "spoiled", "kept")
+            )
+            rows.append((system, rounds[0]["pass"], *shares))
+    return Table("", ("system", "pass", "right", "changed", "mended", "spoiled", "clean draft kept"), rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Sweep], Table]]] = {
+    "main": ("a", main_table),
+    "seeds": ("a", seeds_table),
+    "compute": ("compute", main_table),
+    "passes": ("b", passes_table),
+    "speed-up": ("c", speed_up_table),
+    "stability": ("c", stability_table),
+    "tau": ("d", tau_table),
+    "width": ("d", width_table),
+    "ablations": ("e", ablations_table),
+}
+
+
+def _mean(values: Sequence[float]) -> Cell:
+    return two_digits(sum(values) / len(values))
+
+
+def _score(sweep: Sweep, system: str, panel: str, setting: Setting | None) -> Cell:
+    return None if setting is None else with_error(sweep.score(system, panel, setting))
+
+
+def _plain(sweep: Sweep, system: str, panel: str, setting: Setting | None) -> str:
+    score = None if setting is None else sweep.score(system, panel, setting)
+    return "–" if score is None else f"{score.accuracy:.1f}"
+
+
+def filled(page: str) -> str:
+    """The page with its tables made again."""
+
+    def made(found: re.Match[str]) -> str:
+        source, table = TABLES[found[2]]
+        text = as_markdown(table(Sweep(read_sweep(RESULTS / f"{source}.json"))))
+        return f"{found[1]}{text.partition(chr(10) * 2)[2].rstrip()}\n{found[3]}"  # without its title
+
+    return MARKED.sub(made, page)
+
+
+def main() -> int:
+    """Write, or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; leave with 1 if something is out of date")
+    page, check = PAGE.read_text(encoding="utf-8"), parser.parse_args().check
+    new = filled(page)
+    if check:
+        return int(new != page)
+    PAGE.write_text(new, encoding="utf-8")
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for claim, parts in FIGURES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            draw_sweep(RESULTS / f"{claim}.json", Path(folder))
+            for part in parts:
+                (IMAGES / f"{part}.svg").write_bytes((Path(folder) / f"{part}.svg").read_bytes())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
