@@ -79,7 +79,7 @@ def lines(*typed: str) -> Iterator[str]:
 
 def test_a_message_becomes_what_documents_begin_with() -> None:
     assert as_question("How many?") == as_question("Q: How many?\nA:") == "Q: How many?\nA:"
-    assert as_question("Walk: A, left: B, left:") == "Walk: A, left: B, left:"
+    assert as_question("Walk from A. left, now at") == "Walk from A. left, now at"
     assert as_question('def f(x):\n    """Add."""') == 'def f(x):\n    """Add."""'
     choice = "Who?\nA. Mia\nB. Tom\nC. Ann\nD. Leo"
     assert as_question(choice) == as_question(choice + "\nAnswer:") == choice + "\nAnswer:"

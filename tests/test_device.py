@@ -271,8 +271,9 @@ def gpu_model(name: str, dtype: torch.dtype, **shape: Any) -> LoadedModel:
 )
 @pytest.mark.parametrize("name", ALL)
 def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most: int) -> None:
-    """In fp32 kernels and graphs give the texts of the reference loop. In bf16 their sums round otherwise, and so do
-    those of the plain engine, by the size of its batches: as many texts differ."""
+    """In fp32 kernels and graphs give the texts of the reference loop. In bf16 they round less often than the plain
+    model does, and texts part where two tokens are nearly as good: they are to be as close to what the same weights
+    write in fp32 as the plain model's are."""
     from freda.decode.packed import PackedModel
 
     def machine(model: Transformer, pages: Pages) -> Machine:
@@ -283,7 +284,8 @@ def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most:
 
     model = gpu_model(name, dtype)
     asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(64, seed=4))]
-    wanted = generate(model.model, METHODS[name], model.method, asked, stop_ids=[EOS])  # type: ignore[index]
+    exact = gpu_model(name, dtype).model.float()
+    wanted = generate(exact, METHODS[name], model.method, asked, stop_ids=[EOS])  # type: ignore[index]
     same = {}
     for on_device in (False, True):
         config = EngineConfig(max_batch=most, page_size=16, pages=300, on_device=on_device)

@@ -18,7 +18,7 @@ from freda.data.mini_item import Item
 from freda.data.synthetic import PATIENCE, Split, split_of
 from freda.errors import FredaError
 
-VERSION = 9  # of the texts: the same seed gives the same texts as long as this stays
+VERSION = 10  # of the texts: the same seed gives the same texts as long as this stays
 MiniKind = Literal["mini_math", "mini_code", "mini_logic"]
 
 

@@ -32,7 +32,7 @@ from freda.data.synthetic import between, pick
 T = TypeVar("T")
 LETTERS = ("A", "B", "C", "D")
 FACTS = "Facts:"
-WALK = "Walk:"  # around a circle: A, B, C, D and A again
+WALK = "Walk from"  # around a circle: A, B, C, D and A again
 CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one; lessons have fewer
 LESSONS = 0.7  # share of worlds
 NAMES = tuple(person.name for person in PEOPLE)
@@ -168,11 +168,12 @@ def told(content: World | Walk, rng: random.Random, config: MiniConfig) -> Item:
 
 
 def _told_walk(walk: Walk) -> Item:
-    """The first place; then moves, and where they lead."""
+    """The first place; then moves, and where they lead. Before a letter come three words that are always the same, as
+    before the letter of any question with options: a block of four that has the letter has no move before it."""
     rounds = [" ".join(MOVES[move] for move in moves) for moves in walk.rounds]
     *said, answer = walk.places
-    known = [f"{moves}: {place}," for moves, place in zip(rounds, said, strict=False)]
-    prompt = " ".join([WALK, f"{LETTERS[walk.start]},", *known, f"{rounds[-1]}:"])
+    known = [f"{moves}, now at {place}." for moves, place in zip(rounds, said, strict=False)]
+    prompt = " ".join([WALK, f"{LETTERS[walk.start]}.", *known, f"{rounds[-1]}, now at"])
     return Item(prompt, f" {answer}.", answer, walk.key, len(walk.rounds[-1]), "walk", lesson=walk.lesson)
 
 
