@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -107,6 +109,7 @@ def test_every_ablation_changes_what_it_says(work: Path) -> None:
         "reference": {},
         "hard-feedback": {"feedback": "hard"},
         "no-replacement": {"replacement_start": 0.0, "replacement_end": 0.0},
+        "more-replacement": {"replacement_start": 0.5, "replacement_end": 0.3},
         "committed-hard": {"committed_hard": True},
         "rescaled": {"rescale": True},
         "prefix-replacement": {"replacement": "prefix"},
@@ -116,6 +119,7 @@ def test_every_ablation_changes_what_it_says(work: Path) -> None:
         "sampled-drafts": {"drafts": "sampled"},
         "block-8": {"block_size": 8},
         "block-diffusion-reference": {"noise_min": 0.3},
+        "block-diffusion-all-noise": {},
         "block-diffusion-block-8": {"block_size": 8, "noise_min": 0.3},
         "beam-negatives": {"negatives": "beam"},
         "scorer-layer": {"scorer_layer": True},
@@ -189,7 +193,7 @@ def test_less_of_it(work: Path) -> None:
     found = runs(called(work, "train.sh", SEEDS="7", ONLY="base self-refine", PERCENT="10", TRAIN="train.lr=1e-4"))
     assert {name: (run.train.steps, run.train.lr) for name, run in found.items()} == {
         "7/base": (200, 1e-4),
-        "7/self-refine": (60, 1e-4),
+        "7/self-refine": (100, 1e-4),
     }
 
 
@@ -249,7 +253,7 @@ def test_the_card_says_what_the_files_say(shipping: dict[str, Path]) -> None:
     assert done.returncode == 0, done.stderr
     text = (shipping["out"] / "README.md").read_text(encoding="utf-8")
     assert "| mathematics | 2,000 | 81.0 | 0.9 | 3.25 | 81.2 |" in text and "| logic | 2,000 | 61.0 |" in text
-    assert "1. autoregressive: 2,000 steps, 65.5 M tokens" in text and "2. self-refine: 600 steps, 19.7 M" in text
+    assert "1. autoregressive: 2,000 steps, 65.5 M tokens" in text and "2. self-refine: 1,000 steps, 32.8 M" in text
     assert "123,456 tokens" in text and r"$'Q: Mia\'s?\nA:'" in text and "{" not in text
     settings_in(shipping["out"] / "data", "mini_math")  # freda eval finds its questions there
     assert load_model(shipping["out"]).method.name == "self-refine"
@@ -263,3 +267,22 @@ def test_a_model_that_int8_harms_is_not_shipped(shipping: dict[str, Path]) -> No
         path.write_text(json.dumps({**found, "accuracy": found["accuracy"] - 0.0026}), encoding="utf-8")
     done = make_card(shipping)
     assert done.returncode == 2 and "int8 costs 0.51 points" in done.stderr and not shipping["out"].exists()
+
+
+# -- the tables of the page ------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_tables_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    report = importlib.import_module("report")
+    for claim in CLAIMS:
+        shutil.copy(ROOT / "results" / "demo-sweep.json", tmp_path / f"{claim}.json")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    text = "Words.\n" + "".join(f"<!-- table {name} -->\nstale\n<!-- end -->\n" for name in report.TABLES)
+    page = report.filled(text)
+    assert "stale" not in page and page.startswith("Words.\n<!-- table main -->\n| system |")
+    assert report.filled(page) == page
+    numbers = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    point = next(p for p in numbers["points"] if p["system"] == "autoregressive")
+    assert f"| autoregressive | {100 * point['accuracy']:.2f} |" in page.partition("table seeds")[2]
+    assert set(re.findall(r"^\| (\S+) \| \S+ / \S+ / ", page, re.M)) == set(numbers["systems"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,11 @@ def test_the_main_table_has_paired_differences_and_the_papers_rows() -> None:
     fast = [*points, point("ours", "mmlu", OWN, "11" * 50, tpf=9.0), point("base", "mmlu", OWN, "10" * 50, tpf=9.0)]
     both = main_table(sweep_of(fast, methods=methods, tasks={"mmlu": "knowledge", "gsm8k": "mathematics"}))
     assert {row["tokens per forward"] for row in rows_of(both)[:2]} == {"1.0"}, "letters are not generated"
+    of_both = {row["system"]: row for row in rows_of(both)}["ours"]
+    mean = [float(of_both[f"average − base{part}"]) for part in ("", " low", " high")]
+    halves = [float(of_both[f"{t} − base high"]) - float(of_both[f"{t} − base low"]) for t in ("mmlu", "gsm8k")]
+    assert mean[0] == 37.5 and mean[2] - mean[1] == pytest.approx(math.hypot(*halves) / 2, abs=0.02)
+    assert not any(name.startswith("average −") for name in table.header), "of one task it is that task's"
     alone = main_table(
         sweep_of([point("a", "sums", OWN, "10")], methods={"a": "self-refine"}, tasks={"sums": "mathematics"})
     )

@@ -19,6 +19,7 @@ half=$((steps / 2))
 ablation reference self-refine base $half
 ablation hard-feedback self-refine base $half method.feedback=hard
 ablation no-replacement self-refine base $half method.replacement_start=0 method.replacement_end=0
+ablation more-replacement self-refine base $half method.replacement_start=0.5 method.replacement_end=0.3
 ablation committed-hard self-refine base $half method.committed_hard=true
 ablation rescaled self-refine base $half method.rescale=true
 ablation prefix-replacement self-refine base $half method.replacement=prefix
@@ -28,6 +29,7 @@ ablation passes-5 self-refine base $half method.passes=5
 ablation sampled-drafts self-refine base $half method.drafts=sampled
 ablation block-8 self-refine base $half method.block_size=8
 ablation block-diffusion-reference block-diffusion base $half
+ablation block-diffusion-all-noise block-diffusion base $half method.noise_min=0.001
 ablation block-diffusion-block-8 block-diffusion base $half method.block_size=8
 ablation beam-negatives best-of-n self-refine $scorer_steps method.negatives=beam
 ablation scorer-layer best-of-n self-refine $scorer_steps method.scorer_layer=true

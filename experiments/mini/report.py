@@ -34,8 +34,25 @@ from freda.eval.tables import (
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE, IMAGES = ROOT / "results" / "mini", ROOT / "docs" / "reproduction.md", ROOT / "docs" / "images" / "mini"
+MAIN_PASSES = 4  # of the configs' systems
 FIGURES = {"a": ["main"], "b": ["passes"], "c": ["pareto", "stability"]}
 MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def scores_table(sweep: Sweep) -> Table:
+    """The main table without its differences."""
+    return _columns(main_table(sweep), lambda name: " − " not in name)
+
+
+def differences_table(sweep: Sweep) -> Table:
+    """The paired differences alone."""
+    return _columns(main_table(sweep), lambda name: name == "system" or " − " in name)
+
+
+def _columns(table: Table, wanted: Callable[[str], bool]) -> Table:
+    places = [place for place, name in enumerate(table.header) if wanted(name)]
+    kept = [tuple(row[place] for place in places) for row in (table.header, *table.rows)]
+    return Table("", tuple(map(str, kept[0])), kept[1:])
 
 
 def seeds_table(sweep: Sweep) -> Table:
@@ -63,17 +80,21 @@ def passes_table(sweep: Sweep) -> Table:
 
 def ablations_table(sweep: Sweep) -> Table:
     """Every system with 1, 2 and the main number of passes, and its paired difference from the baseline."""
-    header = ["system", *(f"{panel}, 1 / 2 / 4 passes" for panel in sweep.panels()), "tokens per forward"]
+    panels = [panel for panel in sweep.panels() if panel != OVERALL]
+    chosen = [task for task, about in sweep.tasks.items() if about["choices"]]
     rows: list[tuple[Cell, ...]] = []
     for system in sweep.systems:
+        main = sweep.main(system)
         by_passes = {setting.passes: setting for setting in sweep.settings("passes", system)}
-        settings = [by_passes.get(1), by_passes.get(2), sweep.main(system)]
         cells: list[Cell] = [
-            " / ".join(_plain(sweep, system, panel, setting) for setting in settings) for panel in sweep.panels()
+            " / ".join(_plain(sweep, system, panel, setting) for setting in (by_passes.get(1), by_passes.get(2), main))
+            for panel in panels
         ]
-        speed = sweep.score(system, OVERALL, sweep.main(system))
-        rows.append((system, *cells, speed and two_digits(speed.tpf), sweep.paired_mean(system)))
-    return Table("", (*header, f"average − {sweep.baseline}, 4 passes"), rows)
+        speed = sweep.score(system, OVERALL, main)
+        cells += [*(_plain(sweep, system, task, main) for task in chosen), speed and two_digits(speed.tpf)]
+        rows.append((system, *cells, sweep.paired_mean(system)))
+    header = ("system", *(f"{panel}, 1 / 2 / {MAIN_PASSES} passes" for panel in panels), *chosen, "tokens per forward")
+    return Table("", (*header, f"average − {sweep.baseline}"), rows)
 
 
 def stability_table(sweep: Sweep) -> Table:
@@ -90,15 +111,18 @@ def stability_table(sweep: Sweep) -> Table:
 
 
 TABLES: dict[str, tuple[str, Callable[[Sweep], Table]]] = {
-    "main": ("a", main_table),
+    "main": ("a", scores_table),
+    "differences": ("a", differences_table),
     "seeds": ("a", seeds_table),
-    "compute": ("compute", main_table),
+    "compute": ("compute", scores_table),
+    "compute-differences": ("compute", differences_table),
     "passes": ("b", passes_table),
     "speed-up": ("c", speed_up_table),
     "stability": ("c", stability_table),
     "tau": ("d", tau_table),
     "width": ("d", width_table),
     "ablations": ("e", ablations_table),
+    "scorers": ("f", tau_table),
 }
 
 
