@@ -80,10 +80,10 @@ def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
         seed=seed,
         keep=1,
     )
-    tuned = replace(base, steps=600, group_rows=4, lr=3e-3, warmup_steps=10, init=str(out / "autoregressive"))
+    tuned = replace(base, steps=600, group_rows=4, lr=4e-3, warmup_steps=10, init=str(out / "autoregressive"))
     plan = Plan(
         corpus=CorpusConfig(
-            problems=30_000, steps=2, max_number=99, max_change=9, carry=False, varied=False, seed=seed
+            problems=30_000, steps=3, max_number=99, max_change=9, carry=False, varied=False, seed=seed
         ),
         data=DataConfig(path=str(out / "data"), seq_len=192),
         model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, head_dim=32, ffn_dim=384),

@@ -7,7 +7,7 @@
 #   JOBS   trainings at a time on the one device; a model this small does not fill it, and waits for the host. With
 #          nvidia-cuda-mps-control -d before, kernels of several run side by side.
 #   FREDA  the program, for instance "python -m freda"
-#   TOKENS training tokens to prepare; the longest run ends with row 137,280, of 1,024 tokens each
+#   TOKENS training tokens to prepare; the longest run ends with row 122,624, of 1,024 tokens each
 #   PERCENT  of the steps of every training, 100 or less, for a first look; what follows the base begins behind its rows
 #   ONLY   names of trainings, for instance "base self-refine"; all by default
 #   TRAIN  more settings for every training, as "section.key=value ..."
@@ -34,11 +34,11 @@ else
     # A step of self-refinement has 1.17 times the arithmetic of one of block diffusion and 2.29 times that of an
     # autoregressive one (freda train --dry-run): so many more steps they get for the comparison at equal compute.
     PERCENT=${PERCENT:-100}
-    base_steps=$((2000 * PERCENT / 100)) steps=$((1000 * PERCENT / 100)) scorer_steps=$((400 * PERCENT / 100))
-    steps_equal_compute=$((1170 * PERCENT / 100)) steps_autoregressive=$((2290 * PERCENT / 100))
-    steps_longer=$((1400 * PERCENT / 100))
+    base_steps=$((2000 * PERCENT / 100)) steps=$((800 * PERCENT / 100)) scorer_steps=$((400 * PERCENT / 100))
+    steps_equal_compute=$((936 * PERCENT / 100)) steps_autoregressive=$((1832 * PERCENT / 100))
+    steps_longer=$((1200 * PERCENT / 100))
 fi
-WORK=${WORK:-$root} SEEDS=${SEEDS:-0 1 2} JOBS=${JOBS:-4} TOKENS=${TOKENS:-142_000_000} FREDA=${FREDA:-freda}
+WORK=${WORK:-$root} SEEDS=${SEEDS:-0 1 2} JOBS=${JOBS:-4} TOKENS=${TOKENS:-130_000_000} FREDA=${FREDA:-freda}
 DEVICE=${DEVICE:-auto} DTYPE=${DTYPE:-float32} TRAIN=${TRAIN:-} SWEEP=${SWEEP:-}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # for python -m freda from any folder
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-4} # for each of the trainings side by side
