@@ -114,11 +114,11 @@ def test_blocks_close_by_confidence(folder: Path, tmp_path: Path, capsys: pytest
     assert measured(folder, out)["plain engine, self-refine"]["tpf"] == pytest.approx(8 / 6)
     assert "2 passes for every block" in capsys.readouterr().out
     assert measured(folder, out, "--threshold", "1e-6")["plain engine, self-refine"]["tpf"] == pytest.approx(8 / 3)
-    rows = measured(folder, out, "--threshold", "0.4", "--compare")
+    rows = measured(folder, out, "--threshold", "0.8", "--compare")
     assert 8 / 6 < rows["plain engine, self-refine"]["tpf"] < 8 / 3
     assert rows["plain engine, self-refine"]["tpf"] == rows["reference loop one by one, self-refine"]["tpf"]
     assert rows["plain engine, autoregressive"]["tpf"] == 1.0
-    assert "at most 2 passes for a block, which closes from probability 0.4 on" in capsys.readouterr().out
+    assert "at most 2 passes for a block, which closes from probability 0.8 on" in capsys.readouterr().out
     assert run(["bench", "decode", "tiny", *SIZES, "--threshold", "0"]) == 2
     assert "threshold is 0.0; use a probability above 0" in capsys.readouterr().err
 

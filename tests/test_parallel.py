@@ -282,7 +282,7 @@ def test_bfloat16_is_near_float32(folder: Path, said: object) -> None:
     loop.train(config(folder, "self-refine", dtype="bfloat16"), folder / "one" / "bfloat16")
     for line, other in zip(metrics(folder / "one" / "bfloat16"), metrics(folder / "two" / "bfloat16"), strict=True):
         if "loss" in line:
-            assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
+            assert other["loss"] == pytest.approx(line["loss"], rel=3e-4)
             assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-2)
 
 

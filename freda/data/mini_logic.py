@@ -34,7 +34,7 @@ LETTERS = ("A", "B", "C", "D")
 FACTS = "Facts:"
 WALK = "Walk from"  # around a circle: A, B, C, D and A again
 CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one; lessons have fewer
-LESSONS = 0.7  # share of worlds
+LESSONS = 0.7  # share of worlds and of walks
 NAMES = tuple(person.name for person in PEOPLE)
 LEVELS = (  # each of them is inside of one of the next, the last ones in places
     ("coin", "key", "ring", "pen", "card", "stamp", "shell", "bead", "ticket", "button", "nut", "stone"),
@@ -46,7 +46,7 @@ LEVELS = (  # each of them is inside of one of the next, the last ones in places
 )
 
 
-FAMILIES = ("inside", "with", "swap", "walk", "walk", "walk")
+FAMILIES = ("inside", "with", "swap", *["walk"] * 3)  # things, people, things whose places swap; half are walks
 MOVES = ("left", "right", "across")  # by 1, 3 and 2 places around the circle
 SHIFTS = (1, 3, 2)
 MOVES_A_HOP = 4  # at most: a move is easier than a look-up

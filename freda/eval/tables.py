@@ -142,14 +142,16 @@ class Sweep:
         return compared(list(zip(first, second, strict=True)))
 
     def paired_mean(self, system: str) -> Interval | None:
-        """The mean over the tasks of the paired differences; its interval takes their errors as independent."""
+        """The mean of the tasks' differences; errors are independent but for tasks that ask the same questions."""
         found = [self.paired(system, task) for task in self.tasks]
         known = [one for one in found if one is not None]
         if not known or len(known) < len(found):
             return None
         mean = statistics.fmean(one.difference for one in known)
         middle = statistics.fmean((one.low + one.high) / 2 for one in known)
-        half = math.sqrt(sum(((one.high - one.low) / 2) ** 2 for one in known)) / len(known)
+        halves = {task: (one.high - one.low) / 2 for task, one in zip(self.tasks, known, strict=True)}
+        shared = sum(halves.pop(task, 0.0) for task in SAME_QUESTIONS)
+        half = math.hypot(shared, *halves.values()) / len(known)
         return Interval(*(round(100 * value, 2) for value in (mean, middle - half, middle + half)))
 
     def _shares(self, system: str, task: str) -> list[float] | None:
