@@ -82,8 +82,8 @@ class Scorer(nn.Module):
             self.get_parameter(name).copy_(value)
 
     def random_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """All weights but those of a last layer, by name, one after the other: std 1/√inputs. The MLP's last layer starts
-        at zero, so that a new scorer prefers nothing."""
+        """All weights but those of a last layer, by name, one after the other: std 1/√inputs. The MLP's last layer
+        starts at zero, so that a new scorer prefers nothing."""
         generator = torch.Generator().manual_seed(seed)
         for name, weight in sorted(self.named_parameters()):
             if name.startswith("last_layer."):
