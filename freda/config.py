@@ -66,7 +66,7 @@ class MiniConfig:
     code_steps_to: int = knob(5, "most transformations in a function")
     code_shown: float = knob(0.7, "share of functions one step of which is shown by an example instead of said")
     logic_hops_from: int = knob(1, "fewest hops of a deduction: facts or swaps that lead to the answer")
-    logic_hops_to: int = knob(2, "most hops of a deduction")
+    logic_hops_to: int = knob(2, "most hops of a deduction; a walk has up to four moves for each")
     logic_conclusions: int = knob(6, "most conclusions in a training document; the first is what a test asks for")
     seed: int = knob(0, "seed of the generators; what is a test question does not depend on it")
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,6 +26,9 @@ from freda import config as configs
 from freda.config import Config, MethodConfig
 from freda.data.generators import settings_in
 from freda.data.shards import Manifest, SplitInfo
+from freda.errors import FredaError
+from freda.eval.sweep import read_sweep
+from freda.eval.tables import Sweep
 from freda.model.weights import load_model
 from tests.stand_in import write_stand_in
 
@@ -272,17 +276,47 @@ def test_a_model_that_int8_harms_is_not_shipped(shipping: dict[str, Path]) -> No
 # -- the tables of the page ------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_the_tables_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    report = importlib.import_module("report")
-    for claim in CLAIMS:
-        shutil.copy(ROOT / "results" / "demo-sweep.json", tmp_path / f"{claim}.json")
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    text = "Words.\n" + "".join(f"<!-- table {name} -->\nstale\n<!-- end -->\n" for name in report.TABLES)
-    page = report.filled(text)
-    assert "stale" not in page and page.startswith("Words.\n<!-- table main -->\n| system |")
-    assert report.filled(page) == page
-    numbers = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
-    point = next(p for p in numbers["points"] if p["system"] == "autoregressive")
-    assert f"| autoregressive | {100 * point['accuracy']:.2f} |" in page.partition("table seeds")[2]
-    assert set(re.findall(r"^\| (\S+) \| \S+ / \S+ / ", page, re.M)) == set(numbers["systems"])
+    return importlib.import_module("report")
+
+
+def test_the_page_is_that_of_the_results(report: ModuleType) -> None:
+    page = report.PAGE.read_text(encoding="utf-8")
+    assert set(re.findall("<!-- table (.+) -->", page)) == set(report.TABLES), "every table has its place"
+    stale = re.sub("(<!-- table .+ -->\n)(?:.+\n)+?(<!-- end -->)", r"\1stale\n\2", page)
+    assert stale != page and report.filled(stale) == page, "run python experiments/mini/report.py"
+    assert page.count("stale") == 0 and "TODO" not in page
+    for picture in re.findall(r"\]\((images/mini/.+?)\)", page):
+        assert (ROOT / "docs" / picture).is_file()
+
+
+def test_the_numbers_of_the_page_are_those_of_the_points(report: ModuleType) -> None:
+    page = report.PAGE.read_text(encoding="utf-8")
+    content = json.loads((report.RESULTS / "a.json").read_text(encoding="utf-8"))
+    shares: dict[tuple[str, str], list[float]] = {}
+    for point in content["points"]:
+        shares.setdefault((point["system"], point["task"]), []).append(100 * point["accuracy"])
+        assert point["right"].count("1") / point["n"] == pytest.approx(point["accuracy"])
+    means = {place: sum(values) / len(values) for place, values in shares.items()}
+    seeds = page.partition("<!-- table seeds -->")[2]
+    for (system, task), values in shares.items():
+        assert len(values) == 3 and f"| {means[system, task]:.2f} ± " in page
+        assert all(f"{value:.1f}" in seeds for value in values), (system, task)
+    for task in content["tasks"]:
+        gain = means["self-refine", task] - means["block-diffusion", task]
+        assert f"{gain:+.2f} (" in page.partition("<!-- table differences -->")[2]
+    levels = page.partition("<!-- table levels -->")[2].partition("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in levels.splitlines()[3:]]
+    assert sum(int(row[1]) for row in rows) == 2000
+    column = list(content["systems"]).index("self-refine") + 2
+    whole = sum(int(row[1]) * float(row[column]) for row in rows) / 2000
+    assert whole == pytest.approx(means["self-refine", "mini_logic"], abs=0.05), "the levels are all questions"
+
+
+def test_groups_of_other_questions_are_refused(report: ModuleType) -> None:
+    content = read_sweep(report.RESULTS / "a.json")
+    content["checksums"]["self-refine/mini_logic"] = "of another suite"
+    with pytest.raises(FredaError, match="mini_logic was asked other questions"):
+        report.levels_table(Sweep(content))

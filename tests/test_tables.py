@@ -14,7 +14,7 @@ import torch
 
 from freda.config import SweepConfig, SystemConfig
 from freda.eval import published
-from freda.eval.figures import draw, passes_figure
+from freda.eval.figures import draw, look_of, passes_figure
 from freda.eval.sweep import NEVER, Point, Setting, settings_of
 from freda.eval.tables import (
     TABLES,
@@ -176,6 +176,17 @@ def test_sweeps_of_choices_alone_and_without_a_baseline_are_drawn(tmp_path: Path
     assert "None" not in as_markdown(speed_up_table(chosen)) and "paper" not in as_csv(speed_up_table(chosen))
 
 
+def test_a_method_looks_the_same_in_all_sweeps() -> None:
+    def looks(*systems: str) -> dict[str, tuple[str, str]]:
+        points = [point(system, "gsm8k", OWN, "10") for system in systems]
+        sweep = sweep_of(points, methods=dict.fromkeys(systems, "self-refine"), tasks={"gsm8k": "mathematics"})
+        return {name: (look["color"], look["marker"]) for name in systems for look in [look_of(sweep, name)]}
+
+    few, many = looks("self-refine", "mine"), looks("base", "block-diffusion", "self-refine", "mine")
+    assert few["self-refine"] == many["self-refine"] and few["mine"] != few["self-refine"]
+    assert len(set(many.values())) == len(many)
+
+
 def test_envelopes_and_speed_up() -> None:
     fast, middle, slow, beaten = Score(50, 1, 4), Score(70, 1, 3), Score(80, 1, 2), Score(60, 1, 2.5)
     assert envelope([beaten, slow, fast, middle]) == [fast, middle, slow]
@@ -184,6 +195,8 @@ def test_envelopes_and_speed_up() -> None:
     assert speed_up(baseline, [fast, middle, slow]) == 1.5, "70 is enough for 65, at 3 instead of 2 tokens per forward"
     assert speed_up(baseline, [fast]) is None and speed_up([], [fast]) is None
     assert speed_up(baseline, baseline) == 1.0
+    noise = Score(65.4, 1, 1)  # slow, and better by what is no difference
+    assert speed_up([*baseline, noise], [fast, middle, slow]) == 1.5 and speed_up([noise], [Score(64.8, 1, 4)]) is None
     half = [point("a", "gsm8k", OWN, "10"), point("b", "gsm8k", OWN, "11"), point("a", "math500", OWN, "11")]
     half += [point("b", "math500", OWN, "10")]
     kinds = {"gsm8k": "mathematics", "math500": "mathematics"}

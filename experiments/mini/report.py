@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from freda.data.tokenizer import Tokenizer
+from freda.errors import require
 from freda.eval.command import draw_sweep
 from freda.eval.sweep import Setting, read_sweep
 from freda.eval.tables import (
@@ -31,9 +33,12 @@ from freda.eval.tables import (
     width_table,
     with_error,
 )
+from freda.eval.tasks import load_examples, tasks_named
+from freda.eval.tasks.task import Example, checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE, IMAGES = ROOT / "results" / "mini", ROOT / "docs" / "reproduction.md", ROOT / "docs" / "images" / "mini"
+SHIPPED = ROOT / "freda" / "assets" / "mini"  # its data folder says how the questions are made, its tokenizer is theirs
 MAIN_PASSES = 4  # of the configs' systems
 FIGURES = {"a": ["main"], "b": ["passes"], "c": ["pareto", "stability"]}
 MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -56,15 +61,71 @@ def _columns(table: Table, wanted: Callable[[str], bool]) -> Table:
 
 
 def seeds_table(sweep: Sweep) -> Table:
-    """The mean over the tasks, seed by seed."""
+    """Seed by seed: every task, and the mean over the tasks."""
     count = max(len(system.models) for system in sweep.systems.values())
     rows: list[tuple[Cell, ...]] = []
     for system in sweep.systems:
-        setting = sweep.main(system)
-        found = [[sweep.by_place.get((system, seed, task, setting)) for task in sweep.tasks] for seed in range(count)]
-        means = [None if None in points else _mean([100 * p.accuracy for p in points if p]) for points in found]
-        rows.append((system, *means))
-    return Table("", ("system", *(f"seed {seed}" for seed in range(count))), rows)
+        found = [
+            [sweep.by_place.get((system, seed, t, sweep.main(system))) for t in sweep.tasks] for seed in range(count)
+        ]
+        shares = [[100 * point.accuracy for point in points if point] for points in found]
+        rows.append((system, *(_in_a_row(one) if len(one) == len(sweep.tasks) else None for one in shares)))
+    what = " / ".join((*sweep.tasks, "mean"))
+    return Table("", (f"system: {what}", *(f"seed {seed}" for seed in range(count))), rows)
+
+
+def _in_a_row(shares: Sequence[float]) -> str:
+    return " / ".join(f"{share:.1f}" for share in (*shares, sum(shares) / len(shares)))
+
+
+def levels_table(sweep: Sweep) -> Table:
+    """Logic by level: how many moves a walk asks for, how many hops a look-up."""
+
+    def level(example: Example) -> str:
+        family, number = example.group.split()
+        return f"walk, {number}" if family == "walk" else f"look-up, {number}"
+
+    return _by_group(sweep, {"mini_logic": level})
+
+
+def given_table(sweep: Sweep) -> Table:
+    """Every kind by how many tokens of the prompt stand in the first block that is drafted (M8, M12)."""
+    tokenizer, size = Tokenizer.load(SHIPPED), max(sweep.block_size.values())
+
+    def given(example: Example) -> str:
+        return str(len(tokenizer.encode(example.prompt)) % size)
+
+    def of_walks(example: Example) -> str:  # look-ups are at chance, and of one remainder
+        return f"walks, {given(example)}" if example.group.startswith("walk") else ""
+
+    return _by_group(
+        sweep,
+        {
+            "mini_math": lambda example: f"mathematics, {given(example)}",
+            "mini_code": lambda example: f"code, {given(example)}",
+            "mini_logic": of_walks,
+        },
+    )
+
+
+def _by_group(sweep: Sweep, groups: dict[str, Callable[[Example], str]]) -> Table:
+    """Percent right of the questions of each group, all seeds together; "" is left out."""
+    rows: list[tuple[Cell, ...]] = []
+    for task, group in groups.items():
+        examples = load_examples(*tasks_named([task]), SHIPPED / "data", sweep.config.limit)
+        named = [group(example) for example in examples]
+        right: dict[str, list[str]] = {}  # by system, the answers of all seeds to each question
+        for system in sweep.systems:
+            same = sweep.checksums[f"{system}/{task}"] == checksum(examples)
+            require(same, f"{task} was asked other questions than {SHIPPED} makes; run the sweep again")
+            seeds = range(len(sweep.systems[system].models))
+            points = [sweep.by_place[system, seed, task, sweep.main(system)] for seed in seeds]
+            right[system] = ["".join(answers) for answers in zip(*(point.right for point in points), strict=True)]
+        for name in sorted(set(named) - {""}):
+            places = [place for place, one in enumerate(named) if one == name]
+            texts = ("".join(right[system][place] for place in places) for system in sweep.systems)
+            rows.append((name, len(places), *(f"{100 * text.count('1') / len(text):.1f}" for text in texts)))
+    return Table("", ("questions", "number", *sweep.systems), rows)
 
 
 def passes_table(sweep: Sweep) -> Table:
@@ -114,6 +175,8 @@ TABLES: dict[str, tuple[str, Callable[[Sweep], Table]]] = {
     "main": ("a", scores_table),
     "differences": ("a", differences_table),
     "seeds": ("a", seeds_table),
+    "levels": ("a", levels_table),
+    "given": ("a", given_table),
     "compute": ("compute", scores_table),
     "compute-differences": ("compute", differences_table),
     "passes": ("b", passes_table),

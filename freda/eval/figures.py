@@ -22,6 +22,7 @@ from freda.eval.tables import (
     pareto_panels,
     pareto_scores,
 )
+from freda.methods import METHODS
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # told apart by all eyes
 MARKERS = "osD^vPX"
@@ -102,8 +103,9 @@ def _percent(axes: Sequence[Any]) -> None:
         axis.set_ylim(min(bottom, top - 2.0), top)
 
 
-def _look(sweep: Sweep, system: str) -> dict[str, Any]:
-    place = list(sweep.systems).index(system)
+def look_of(sweep: Sweep, system: str) -> dict[str, Any]:
+    """A system named after its method looks the same in the figures of all sweeps; others take what is left."""
+    place = [*METHODS, *(name for name in sweep.systems if name not in METHODS)].index(system)
     size = max(3.0, 6.0 - 0.8 * place)  # where curves lie on each other, the lower one still shows
     look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
     return {**look, "label": system, "markersize": size}
@@ -130,7 +132,7 @@ def main_figure(plt: Any, sweep: Sweep) -> Any:
         for system in sweep.systems:
             score = sweep.score(system, task, sweep.main(system))
             if score is not None:
-                look = {**_look(sweep, system), "label": None}
+                look = {**look_of(sweep, system), "label": None}
                 axis.errorbar(score.accuracy, len(names), xerr=score.error, capsize=2.5, **look)
                 axis.annotate(f"{score.accuracy:.1f}", (score.accuracy, len(names)), (0, 5), **_above())
                 names.append(system)
@@ -159,7 +161,7 @@ def passes_figure(plt: Any, sweep: Sweep) -> Any:
             if not known:
                 _level(axis, sweep, system, panel)
                 continue
-            _band(axis, [passes for passes, _ in known], [score for _, score in known], **_look(sweep, system))
+            _band(axis, [passes for passes, _ in known], [score for _, score in known], **look_of(sweep, system))
             if sweep.methods[system].REFINES:
                 for passes, score in known:
                     best[passes] = max(best.get(passes, 0.0), score.accuracy)
@@ -183,7 +185,7 @@ def _level(axis: Any, sweep: Sweep, system: str, panel: str) -> None:
     """A system that knows no passes, as a dashed level."""
     score = sweep.score(system, panel, sweep.main(system))
     if score is not None:
-        axis.axhline(score.accuracy, linestyle="--", color=_look(sweep, system)["color"], label=system, linewidth=1.1)
+        axis.axhline(score.accuracy, linestyle="--", color=look_of(sweep, system)["color"], label=system, linewidth=1.1)
 
 
 def _mark_early_stop(axis: Any, sweep: Sweep) -> None:
@@ -201,7 +203,7 @@ def pareto_figure(plt: Any, sweep: Sweep) -> Any:
     figure, axes = _panels(plt, panels, rows=-(-len(panels) // 4))
     for axis, panel in zip(axes, panels, strict=True):
         for system in sweep.systems:
-            scores, look = [score for _, score in pareto_scores(sweep, system, panel)], _look(sweep, system)
+            scores, look = [score for _, score in pareto_scores(sweep, system, panel)], look_of(sweep, system)
             best = envelope(scores)
             axis.scatter([s.tpf for s in scores], [s.accuracy for s in scores], s=9, color=look["color"], alpha=0.25)
             axis.plot([s.tpf for s in best], [s.accuracy for s in best], **look)
@@ -228,7 +230,7 @@ def stability_figure(plt: Any, sweep: Sweep) -> Any:
             continue  # the first seed stands for all: the table has every one
         system, task = found["system"], found["task"]
         passes = [row["pass"] for row in found["rows"]]
-        look = _look(sweep, system) | {"linestyle": dashes[task]}
+        look = look_of(sweep, system) | {"linestyle": dashes[task]}
         look["label"] = system if len(tasks) == 1 else f"{system}, {task}"
         for axis, name in zip(axes, ("right", "mended", "kept"), strict=True):
             first = 1 if name == "mended" else 0  # the first pass fills blanks
@@ -256,7 +258,7 @@ def tau_figure(plt: Any, sweep: Sweep) -> Any:
                     sweep,
                     (system, panel),
                     [(s.tau, s) for s in sweep.settings("tau", system)],
-                    **_look(sweep, system),
+                    **look_of(sweep, system),
                 )
             elif sweep.methods[system].REFINES:
                 _level(axis, sweep, system, panel)
@@ -276,7 +278,7 @@ def width_figure(plt: Any, sweep: Sweep) -> Any:
         for system in (name for name in sweep.systems if sweep.methods[name].SCORES):
             settings = sweep.settings("width", system)
             for number, passes in enumerate(dict.fromkeys(setting.passes for setting in settings)):
-                look = _look(sweep, system) | {"label": f"{system}, {passes} passes", "marker": MARKERS[number]}
+                look = look_of(sweep, system) | {"label": f"{system}, {passes} passes", "marker": MARKERS[number]}
                 look["linestyle"] = ("-", "--", ":", "-.")[number % 4]
                 _curve(axis, sweep, (system, panel), [(s.width, s) for s in settings if s.passes == passes], **look)
         axis.xaxis.get_major_locator().set_params(integer=True)
