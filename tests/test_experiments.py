@@ -234,6 +234,7 @@ def shipping(tmp_path: Path) -> dict[str, Path]:
                 "device": "a GPU",
             }
             found |= {"prompts": ["Q: Mia's?\nA:"], "settings": {"passes": 4, "threshold": 0.9}}
+            found |= {"groups": {"steps 2": {"accuracy": right, "n": 900}, "steps 3": {"accuracy": 0.5, "n": 1100}}}
             folder = tmp_path / "evals" / kind / task
             folder.mkdir(parents=True)
             (folder / "results.json").write_text(json.dumps(found), encoding="utf-8")
@@ -258,6 +259,7 @@ def test_the_card_says_what_the_files_say(shipping: dict[str, Path]) -> None:
     text = (shipping["out"] / "README.md").read_text(encoding="utf-8")
     assert "| mathematics | 2,000 | 81.0 | 0.9 | 3.25 | 81.2 |" in text and "| logic | 2,000 | 61.0 |" in text
     assert "1. autoregressive: 2,000 steps, 65.5 M tokens" in text and "2. self-refine: 800 steps, 26.2 M" in text
+    assert "- code: steps 2 81, steps 3 50" in text, "of the int8 model"
     assert "123,456 tokens" in text and r"$'Q: Mia\'s?\nA:'" in text and "{" not in text
     settings_in(shipping["out"] / "data", "mini_math")  # freda eval finds its questions there
     assert load_model(shipping["out"]).method.name == "self-refine"

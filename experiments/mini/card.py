@@ -46,7 +46,11 @@ Held-out questions, none of whose contents is in the training data; {passes} pas
 {rows}
 
 The method is {method}; other numbers of passes and the baselines trained from the same base are in `results/mini`.
-Logic is chosen by likelihood, in one forward.
+Logic is chosen by likelihood, in one forward, of four letters: 25% are right by chance. Percent right by level:
+
+{levels}
+
+Other numbers, words or ways to ask than those of the suite lead astray; no answer is to be relied on.
 
 ## How it was made
 
@@ -92,6 +96,12 @@ def table_row(kind: str, found: dict[str, Any], before: float) -> str:
     return f"| {kind} | {found['n']:,} | {right:.1f} | {error:.1f} | {found['tpf']:.2f} | {100 * before:.1f} |"
 
 
+def levels_line(kind: str, found: dict[str, Any]) -> str:
+    """What is right at each level of a kind."""
+    shares = (f"{level} {100 * part['accuracy']:.0f}" for level, part in found["groups"].items())
+    return f"- {kind}: {', '.join(shares)}"
+
+
 def card(name: str, run: Path, model: Path, evals: Path, data: Path) -> str:
     """The text of the card."""
     whole, small, loaded = results(evals, "whole"), results(evals, "int8"), load_model(model)
@@ -112,6 +122,7 @@ def card(name: str, run: Path, model: Path, evals: Path, data: Path) -> str:
         block_size=loaded.method.block_size,
         method=loaded.method.name,
         rows="\n".join(rows),
+        levels="\n".join(levels_line(kind, small[task]) for task, kind in TASKS.items()),
         stages="\n".join(stage_line(number, config) for number, config in enumerate(made, start=1)),
         seq_len=made[-1].data.seq_len,
         tokens=Manifest.read(data).splits["train"].tokens,
