@@ -309,6 +309,11 @@ def test_the_numbers_of_the_page_are_those_of_the_points(report: ModuleType) -> 
     for task in content["tasks"]:
         gain = means["self-refine", task] - means["block-diffusion", task]
         assert f"{gain:+.2f} (" in page.partition("<!-- table differences -->")[2]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for shown in ("autoregressive", "block diffusion", "self-refinement"):
+        system = shown.replace(" ", "-").removesuffix("ment")
+        numbers = " | ".join(f"{means[system, task]:.1f}" for task in content["tasks"])
+        assert f"| {shown} | {numbers} |" in readme
     levels = page.partition("<!-- table levels -->")[2].partition("<!-- end -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in levels.splitlines()[3:]]
     assert sum(int(row[1]) for row in rows) == 2000

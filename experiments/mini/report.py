@@ -140,9 +140,11 @@ def passes_table(sweep: Sweep) -> Table:
 
 
 def ablations_table(sweep: Sweep) -> Table:
-    """Every system with 1, 2 and the main number of passes, and its paired difference from the baseline."""
+    """Every system with 1, 2 and the main number of passes, and its paired differences from the baseline: of what is
+    generated, and of what is chosen by likelihood."""
     panels = [panel for panel in sweep.panels() if panel != OVERALL]
     chosen = [task for task, about in sweep.tasks.items() if about["choices"]]
+    written = [task for task in sweep.tasks if task not in chosen]
     rows: list[tuple[Cell, ...]] = []
     for system in sweep.systems:
         main = sweep.main(system)
@@ -153,22 +155,25 @@ def ablations_table(sweep: Sweep) -> Table:
         ]
         speed = sweep.score(system, OVERALL, main)
         cells += [*(_plain(sweep, system, task, main) for task in chosen), speed and two_digits(speed.tpf)]
-        rows.append((system, *cells, sweep.paired_mean(system)))
+        rows.append((system, *cells, sweep.paired_mean(system, written), sweep.paired_mean(system, chosen)))
     header = ("system", *(f"{panel}, 1 / 2 / {MAIN_PASSES} passes" for panel in panels), *chosen, "tokens per forward")
-    return Table("", (*header, f"average − {sweep.baseline}"), rows)
+    return Table("", (*header, *(f"{' and '.join(part)} − {sweep.baseline}" for part in (written, chosen))), rows)
 
 
 def stability_table(sweep: Sweep) -> Table:
-    """What every further pass changes, the mean over seeds and tasks."""
+    """What every further pass changes, the mean over seeds. One candidate, so a scorer has no part in it."""
     rows: list[tuple[Cell, ...]] = []
-    for system in dict.fromkeys(str(found["system"]) for found in sweep.stability):
-        runs = [found["rows"] for found in sweep.stability if found["system"] == system]
-        for rounds in zip(*runs, strict=True):
+    runs: dict[tuple[str, str], list[list[dict[str, float]]]] = {}
+    for found in sweep.stability:
+        if not sweep.methods[found["system"]].SCORES:
+            runs.setdefault((found["system"], found["task"]), []).append(found["rows"])
+    for (system, task), seeds in runs.items():
+        for rounds in zip(*seeds, strict=True):
             shares = (
                 _mean([100 * one[name] for one in rounds]) for name in ("right", "changed", "mended", "spoiled", "kept")
             )
-            rows.append((system, rounds[0]["pass"], *shares))
-    return Table("", ("system", "pass", "right", "changed", "mended", "spoiled", "clean draft kept"), rows)
+            rows.append((system, task, rounds[0]["pass"], *shares))
+    return Table("", ("system", "task", "pass", "right", "changed", "mended", "spoiled", "clean draft kept"), rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[Sweep], Table]]] = {

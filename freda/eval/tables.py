@@ -142,15 +142,15 @@ class Sweep:
             return None
         return compared(list(zip(first, second, strict=True)))
 
-    def paired_mean(self, system: str) -> Interval | None:
+    def paired_mean(self, system: str, tasks: Sequence[str]) -> Interval | None:
         """The mean of the tasks' differences; errors are independent but for tasks that ask the same questions."""
-        found = [self.paired(system, task) for task in self.tasks]
+        found = [self.paired(system, task) for task in tasks]
         known = [one for one in found if one is not None]
         if not known or len(known) < len(found):
             return None
         mean = statistics.fmean(one.difference for one in known)
         middle = statistics.fmean((one.low + one.high) / 2 for one in known)
-        halves = {task: (one.high - one.low) / 2 for task, one in zip(self.tasks, known, strict=True)}
+        halves = {task: (one.high - one.low) / 2 for task, one in zip(tasks, known, strict=True)}
         shared = sum(halves.pop(task, 0.0) for task in SAME_QUESTIONS)
         half = math.hypot(shared, *halves.values()) / len(known)
         return Interval(*(round(100 * value, 2) for value in (mean, middle - half, middle + half)))
@@ -194,7 +194,7 @@ def main_table(sweep: Sweep) -> Table:
         shown += [mean_of(known), two_digits(statistics.fmean(speed)) if speed else None]
         if sweep.baseline:
             shown += [interval(sweep.paired(system, task)) for task in sweep.tasks]
-            shown += [sweep.paired_mean(system) for _ in averaged]
+            shown += [sweep.paired_mean(system, list(sweep.tasks)) for _ in averaged]
         rows.append(tuple(shown))
     places = [published.TASKS.index(task) if task in published.TASKS else None for task in sweep.tasks]
     if any(place is not None for place in places):
