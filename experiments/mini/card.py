@@ -46,7 +46,8 @@ Held-out questions, none of whose contents is in the training data; {passes} pas
 {rows}
 
 The method is {method}; other numbers of passes and the baselines trained from the same base are in `results/mini`.
-Logic is chosen by likelihood, in one forward, of four letters: 25% are right by chance. Percent right by level:
+Logic is chosen by likelihood, in one forward, of four letters: 25% are right by chance. Percent right by
+level (steps of a calculation or a function, hops of a look-up, moves of a walk):
 
 {levels}
 
@@ -56,9 +57,13 @@ Other numbers, words or ways to ask than those of the suite lead astray; no answ
 
 {stages}
 
-Rows of {seq_len:,} tokens, {tokens:,} tokens of training text prepared, AdamW; the configs are `configs/mini`, the
-commands `experiments/mini`. The weights are int8 with a scale for each row: {megabytes:.1f} MB in all. Apache-2.0, as
-the code.
+```
+{command}
+```
+
+The data is the mini suite alone, {tokens:,} tokens made by `configs/mini/data.toml`, in
+rows of {seq_len:,}. AdamW; the configs are in `configs/mini`. The
+weights are int8 with a scale for each row: {megabytes:.1f} MB in all. Apache-2.0, as the code.
 """
 
 
@@ -124,6 +129,8 @@ def card(name: str, run: Path, model: Path, evals: Path, data: Path) -> str:
         rows="\n".join(rows),
         levels="\n".join(levels_line(kind, small[task]) for task, kind in TASKS.items()),
         stages="\n".join(stage_line(number, config) for number, config in enumerate(made, start=1)),
+        command=f"SEEDS={made[-1].train.seed} experiments/mini/train.sh && experiments/mini/ship.sh "
+        f"{run.name} {made[-1].train.seed}",
         seq_len=made[-1].data.seq_len,
         tokens=Manifest.read(data).splits["train"].tokens,
         megabytes=size / 1e6,
