@@ -31,7 +31,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Language models that draft a block of tokens, look at their own draft, and refine it.",
-    epilog="Start with **freda demo**: it trains a small model and shows it refining, in a few minutes on two cores.",
+    epilog="Start with **freda chat mini**, a model that comes along, and **freda demo**, which trains four small ones "
+    "and shows one refining, in a few minutes on two cores.",
 )
 
 DECODING = DecodeConfig()
@@ -151,7 +152,10 @@ def train(
         raise typer.Exit(130)
 
 
-@app.command(epilog='Example: **freda generate runs/demo/self-refine "Q: Mia has 12 shells." --show-drafts**')
+@app.command(
+    epilog="Examples: **freda generate mini $'Q: Mia has 4500 coins. She loses 312. How many?\\nA:' --show-drafts**; "
+    '**freda generate runs/demo/self-refine "Q: Mia has 12 shells." --json**'
+)
 def generate(
     model: Annotated[Path, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
@@ -214,8 +218,8 @@ def generate(
 
 
 @app.command(
-    epilog="Examples: **freda chat runs/demo/self-refine**; **freda chat models/qwen3-0.6b --raw**; "
-    "from a pipe: **echo 'Tom has 31 pens. He gets 7 more. How many pens now?' | freda chat runs/demo/self-refine**. "
+    epilog="Examples: **freda chat mini**; **freda chat models/qwen3-0.6b --raw**; from a pipe: "
+    "**echo 'Mia has 4500 coins. She loses 312. How many does she have in the end?' | freda chat mini**. "
     "In it: /reset, /set passes=2, /help, /quit"
 )
 def chat(
@@ -238,13 +242,13 @@ def chat(
 ) -> None:
     """Ask a model questions and watch it refine its answers."""
     from freda.decode.api import load
-    from freda.decode.chat import Chat, messages, reader, talk
+    from freda.decode.chat import Chat, messages, reader, suggestions, talk
 
     settings = {"passes": passes, "threshold": threshold, "max_new_tokens": max_new_tokens}
     settings |= {"temperature": temperature, "seed": seed}
     conversation = Chat(load(model, device, dtype, max_batch=1), settings, method=method, raw=raw)
     if sys.stdin.isatty():
-        note(f"{model}: ask; /help says what else there is")
+        note(f"{model}: ask; /help says what else there is{suggestions(model)}")
     shown = sys.stdout.isatty() if drafts is None else drafts
     talk(conversation, messages(reader(sys.stdin)), sys.stdout, drafts=shown, pause=pause)
 
@@ -273,7 +277,8 @@ def convert(
 
 @app.command(
     "eval",
-    epilog="Examples: **freda eval runs/mine --task gsm8k --data ~/benchmarks --out runs/mine/eval**; "
+    epilog="Examples: **freda eval mini --limit 100**; "
+    "**freda eval runs/mine --task gsm8k --data ~/benchmarks --out runs/mine/eval**; "
     "**freda eval runs/mine --harness --task gsm8k --data ~/benchmarks**; "
     "**freda eval --self-check --data ~/benchmarks**; **freda eval --compare runs/a/gsm8k runs/b/gsm8k**",
 )
@@ -283,12 +288,15 @@ def evaluate_(
     ] = None,
     task: Annotated[
         list[str],
-        typer.Option(help="A benchmark, for example gsm8k; may be repeated."),
+        typer.Option(help="A benchmark, for example gsm8k; may be repeated. A packaged model brings its own."),
     ] = [],  # noqa: B006
     data: Annotated[
         Path | None, typer.Option(help="Folder of the benchmarks' files; benchmarks by default, or a packaged model's.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for samples.jsonl and results.json; one per task.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="For samples.jsonl and results.json; MODEL/eval by default, runs/eval for a packaged model."),
+    ] = None,
     download: Annotated[
         bool, typer.Option("--download", help="Get files that are not there from the Hugging Face Hub first.")
     ] = False,
@@ -372,9 +380,11 @@ def sweep(
 app.add_typer(bench, name="bench")
 
 
-@app.command(epilog="Examples: **freda inspect runs/demo/self-refine**; **freda inspect runs/demo/data --rows 2**")
+@app.command(epilog="Examples: **freda inspect mini**; **freda inspect runs/demo/data --rows 2**")
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A model folder, a run folder or a folder of token shards.")],
+    path: Annotated[
+        Path, typer.Argument(help="A model folder, a run folder, a packaged model's name, or a folder of token shards.")
+    ],
     rows: Annotated[int, typer.Option(help="Shards: packed rows to show, with documents and blocks marked.")] = 0,
     seq_len: Annotated[int, typer.Option(help="Shards: tokens per row.")] = 4096,
     block_size: Annotated[int, typer.Option(help="Shards: tokens per block.")] = 4,

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from freda.data.loader import Loader
 from freda.data.shards import Documents, Manifest, shard_lines
 from freda.data.shards import verify as verify_shards
-from freda.data.tokenizer import Tokenizer
+from freda.data.tokenizer import Tokenizer, read_json
 from freda.errors import FredaError, require
-from freda.model.folders import model_path
+from freda.model.folders import model_path, packaged, resolve_model_folder
 from freda.model.weights import family_of, load_model
 from freda.train.metrics import read_metrics
 
@@ -23,7 +23,8 @@ def describe(path: Path) -> str:
     """Look at what is there and describe it."""
     path = model_path(path)
     if not path.exists():
-        raise FredaError(f"there is nothing at {path}")
+        also = f", and no packaged model of that name; there is {', '.join(packaged())}" if packaged() else ""
+        raise FredaError(f"there is nothing at {path}{also}")
     if (path / "manifest.json").is_file():
         return describe_shards(path)
     if (path / ".freda-prepare").is_dir():
@@ -37,10 +38,13 @@ def _model(path: Path) -> str:
     loaded = load_model(path)
     shape, method = loaded.model.config, loaded.method
     count = sum(weight.numel() for weight in loaded.model.parameters())
+    stored = read_json(resolve_model_folder(path) / "config.json").get("freda", {}).get("stored_as", "")
     return "\n".join(
         [
             f"model {path}",
-            f"  {family_of(shape).architecture}, {count:,} parameters, stage {loaded.stage}",
+            f"  {family_of(shape).architecture}, {count:,} parameters"
+            f"{', a scorer among them' if loaded.model.scorer is not None else ''}"
+            f"{f', stored as {stored}' if stored else ''}, stage {loaded.stage}",
             f"  {shape.layers} layers of width {shape.dim}, {shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, "
             f"{'tied' if shape.tied else 'untied'} head",
             f"  method {method.name}, blocks of {method.block_size}, BLANK is id {loaded.model.blank_id} "

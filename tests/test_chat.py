@@ -122,7 +122,7 @@ def test_commands(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     chat, out = Chat(model, SHORT), io.StringIO()
     talk(
         chat,
-        lines("/set passes=1", "/set threshold=2", "one?", "/help", "/nothing", "/quit", "two?"),
+        lines("/set passes=1", "/set threshold=2", "one?", "/help", "/nothing", " Quit", "two?"),
         out,
         drafts=False,
         pause=0,
@@ -130,7 +130,7 @@ def test_commands(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     assert (chat.settings["passes"], chat.settings["threshold"]) == (1, 2)
     assert out.getvalue() == model.generate("Q: one?\nA:", **SHORT, passes=1, threshold=2.0).text + "\n"  # type: ignore[arg-type]
     said = capsys.readouterr().err
-    assert "/reset" in said and "there is no command /nothing" in said
+    assert "/reset" in said and "there is no command /nothing" in said and not chat.command("/quit")
     assert len(chat.turns) == 2 and chat.command("/reset") and not chat.turns
 
 

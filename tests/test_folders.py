@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 import freda
 from freda.cli import run
 from freda.data import mini
+from freda.decode.chat import Chat, messages, suggestions
+from freda.describe import describe
 from freda.errors import FredaError
 from freda.model import folders
 from freda.model.folders import model_path, packaged, resolve_model_folder
@@ -65,7 +68,10 @@ def test_the_packaged_model_brings_its_questions(
     assert run(["eval", "mini", *quick]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["mini_math", "mini_code", "mini_logic"]
-    assert Path("runs/eval/mini/mini_math/results.json").is_file() and not (stand_in / "eval").exists()
+    assert Path("runs/eval/mini-2/mini_math/results.json").is_file() and not (stand_in / "eval").exists()
+    assert run(["eval", "mini", "--task", "mini_math", *quick[2:]]) == 0, "all questions after a first look"
+    assert Path("runs/eval/mini/mini_math/results.json").is_file()
+    capsys.readouterr()
     assert run(["eval", "mini", "--task", "mini_logic", *quick]) == 0
     assert "mini_logic: " in capsys.readouterr().out
     assert run(["eval", "mini", "--task", "gsm8k", *quick]) == 2
@@ -83,12 +89,18 @@ def test_without_packaged_models_all_else_works(
     assert run(["generate", "mini", "Q:"]) == 2
     assert "there is no model mini" in capsys.readouterr().err
     assert run(["eval", "mini"]) == 2
-    assert "name a model and a --task" in capsys.readouterr().err
+    assert "there is no model mini" in capsys.readouterr().err
+    assert run(["eval", str(folder)]) == 2
+    assert "name a --task; only a packaged model" in capsys.readouterr().err
+    assert run(["inspect", "mini"]) == 2
+    assert capsys.readouterr().err == "freda: error: there is nothing at mini\n"
 
 
 def test_an_unknown_name_is_told_the_known_ones(stand_in: Path) -> None:
     with pytest.raises(FredaError, match=r"there is no model maxi; .* comes with freda: mini"):
         resolve_model_folder(Path("maxi"))
+    with pytest.raises(FredaError, match=r"nothing at maxi, and no packaged model of that name; there is mini"):
+        describe(Path("maxi"))
 
 
 def test_the_demo_begins_with_the_packaged_model(
@@ -113,10 +125,11 @@ def test_packaged_models_are_small_enough_to_ship() -> None:
 # -- the model that comes with the package, itself -------------------------------------------------------------------
 
 
-def test_the_shipped_model_is_small_and_whole() -> None:
-    files = {path.name: path.stat().st_size for path in (folders.ASSETS / "mini").rglob("*") if path.is_file()}
-    assert {"README.md", "model.safetensors", "scorer.safetensors", "tokenizer.json", "manifest.json"} <= set(files)
-    assert sum(files.values()) <= 25_000_000
+def test_the_shipped_model_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    files = {path.name for path in (folders.ASSETS / "mini").rglob("*") if path.is_file()}
+    assert {"README.md", "model.safetensors", "scorer.safetensors", "tokenizer.json", "manifest.json"} <= files
+    assert run(["inspect", "mini"]) == 0
+    assert "a scorer among them, stored as int8" in capsys.readouterr().out
     loaded = load_model(Path("mini"))
     assert loaded.method.name == "best-of-n" and loaded.model.scorer is not None
 
@@ -138,4 +151,27 @@ def test_the_shipped_model_solves_what_it_is_said_to(tmp_path: Path) -> None:
         task: json.loads((tmp_path / "eval" / task / "results.json").read_text(encoding="utf-8"))["accuracy"]
         for task in ("mini_math", "mini_code", "mini_logic")
     }
-    assert found["mini_math"] >= 0.3 and found["mini_code"] >= 0.7, found
+    assert found["mini_math"] >= 0.3 and found["mini_code"] >= 0.7 and found["mini_logic"] >= 0.2, found
+
+
+def test_the_shipped_model_says_what_it_can_be_asked() -> None:
+    typed = suggestions(Path("mini"))
+    assert typed.count("How many") == 1 and "def " in typed and "Walk from" in typed and "\nA:" not in typed
+    assert suggestions(Path("runs/mine")) == ""
+    chat = Chat(freda.load("mini", device="cpu", max_batch=1), {})
+    *_, function, walk = (message for message in messages(iter_lines(typed)) if "These" not in message)
+    assert '"""' in function and "return" in "".join(str(part) for part in chat.ask(function))
+    assert "".join(str(part) for part in chat.ask(walk)).strip() in "ABCD", "the letter, and nothing behind it"
+
+
+def iter_lines(text: str) -> Callable[[str], str]:
+    """Lines as a terminal would give them."""
+    left = iter(text.splitlines())
+
+    def read(prompt: str) -> str:
+        try:
+            return next(left)
+        except StopIteration:
+            raise EOFError from None
+
+    return read

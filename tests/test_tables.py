@@ -105,6 +105,8 @@ def test_the_main_table_has_paired_differences_and_the_papers_rows() -> None:
     mean = [float(of_both[f"average − base{part}"]) for part in ("", " low", " high")]
     halves = [float(of_both[f"{t} − base high"]) - float(of_both[f"{t} − base low"]) for t in ("mmlu", "gsm8k")]
     assert mean[0] == 37.5 and mean[2] - mean[1] == pytest.approx(math.hypot(*halves) / 2, abs=0.02)
+    some = sweep_of(fast, methods=methods, tasks={"mmlu": "knowledge", "gsm8k": "mathematics"})
+    assert some.paired_mean("ours", ["gsm8k"]) == (25.0, 15.94, 33.08) and some.paired_mean("base", ["gsm8k"]) is None
     assert not any(name.startswith("average −") for name in table.header), "of one task it is that task's"
     alone = main_table(
         sweep_of([point("a", "sums", OWN, "10")], methods={"a": "self-refine"}, tasks={"sums": "mathematics"})
@@ -139,6 +141,12 @@ def test_two_tasks_of_the_same_questions_are_not_independent() -> None:
     score = sweep_of(points, methods={"a": "self-refine"}, tasks=tasks).score("a", "coding", OWN)
     means = torch.tensor([1.0, 1.0, 0.5, 0.0] * 25)
     assert score is not None and score.error == pytest.approx(10 * float(means.std(correction=0)))
+    both = {"mmlu": "knowledge", **tasks}
+    answers = {"a": "1100", "b": "1110"}
+    points = [point(system, name, OWN, right * 25) for name in both for system, right in answers.items()]
+    sweep = sweep_of(points, methods=dict.fromkeys(answers, "self-refine"), tasks=both)
+    one, pair = sweep.paired_mean("b", ["humaneval"]), sweep.paired_mean("b", list(tasks))
+    assert one is not None and pair == one, "asked twice, it is no more certain"
 
 
 def test_the_papers_numbers_stand_beside_its_own_tasks_only() -> None:
@@ -180,11 +188,15 @@ def test_a_method_looks_the_same_in_all_sweeps() -> None:
     def looks(*systems: str) -> dict[str, tuple[str, str]]:
         points = [point(system, "gsm8k", OWN, "10") for system in systems]
         sweep = sweep_of(points, methods=dict.fromkeys(systems, "self-refine"), tasks={"gsm8k": "mathematics"})
+        sizes = [look_of(sweep, name)["markersize"] for name in systems]
+        assert sizes == sorted(sizes, reverse=True), "what is drawn later is smaller, and leaves the others visible"
         return {name: (look["color"], look["marker"]) for name in systems for look in [look_of(sweep, name)]}
 
     few, many = looks("self-refine", "mine"), looks("base", "block-diffusion", "self-refine", "mine")
-    assert few["self-refine"] == many["self-refine"] and few["mine"] != few["self-refine"]
-    assert len(set(many.values())) == len(many)
+    assert few["self-refine"] == many["self-refine"]
+    for shown in (few, many, looks("self-refine", "autoregressive", "a", "b", "c", "d", "e")):
+        for one in zip(*shown.values(), strict=True):
+            assert len(set(one)) == len(shown), "as many colours and as many markers"
 
 
 def test_envelopes_and_speed_up() -> None:
@@ -197,6 +209,7 @@ def test_envelopes_and_speed_up() -> None:
     assert speed_up(baseline, baseline) == 1.0
     noise = Score(65.4, 1, 1)  # slow, and better by what is no difference
     assert speed_up([*baseline, noise], [fast, middle, slow]) == 1.5 and speed_up([noise], [Score(64.8, 1, 4)]) is None
+    assert speed_up([Score(65, 1, 1)], [Score(64.5, 1, 4)]) == 4, "half a point is enough"
     half = [point("a", "gsm8k", OWN, "10"), point("b", "gsm8k", OWN, "11"), point("a", "math500", OWN, "11")]
     half += [point("b", "math500", OWN, "10")]
     kinds = {"gsm8k": "mathematics", "math500": "mathematics"}

@@ -19,7 +19,7 @@ from typing import Any
 from freda import config as configs
 from freda.data.shards import Manifest
 from freda.errors import FredaError, require
-from freda.model.weights import load_model
+from freda.model.weights import load_model, written_beside
 
 MOST_BYTES, MOST_LOSS = 25_000_000, 0.005
 TASKS = {"mini_math": "mathematics", "mini_code": "code", "mini_logic": "logic"}
@@ -46,9 +46,10 @@ Held-out questions, none of whose contents is in the training data; {passes} pas
 {rows}
 
 The method is {method}; other numbers of passes and the baselines trained from the same base are in `results/mini`.
-Logic is chosen by likelihood, in one forward, of four letters: 25% are right by chance. Percent right by
-level (steps of a calculation or a function, hops of a look-up, moves of a walk):
+Logic is chosen by likelihood, in one forward, of four letters: 25% are right by chance. Weights and sums are float32.
 
+| kind, family of questions | percent right by level: steps, hops of a look-up (inside, with, swap), moves of a walk |
+|---|---|
 {levels}
 
 Other numbers, words or ways to ask than those of the suite lead astray; no answer is to be relied on.
@@ -101,10 +102,13 @@ def table_row(kind: str, found: dict[str, Any], before: float) -> str:
     return f"| {kind} | {found['n']:,} | {right:.1f} | {error:.1f} | {found['tpf']:.2f} | {100 * before:.1f} |"
 
 
-def levels_line(kind: str, found: dict[str, Any]) -> str:
-    """What is right at each level of a kind."""
-    shares = (f"{level} {100 * part['accuracy']:.0f}" for level, part in found["groups"].items())
-    return f"- {kind}: {', '.join(shares)}"
+def level_rows(kind: str, found: dict[str, Any]) -> list[str]:
+    """What is right at each level, a line for each family of questions."""
+    families: dict[str, list[str]] = {}
+    for group, part in found["groups"].items():
+        family, level = group.split()
+        families.setdefault(family, []).append(f"{level}: {100 * part['accuracy']:.0f}")
+    return [f"| {kind}, {family} | {', '.join(shares)} |" for family, shares in families.items()]
 
 
 def card(name: str, run: Path, model: Path, evals: Path, data: Path) -> str:
@@ -127,30 +131,27 @@ def card(name: str, run: Path, model: Path, evals: Path, data: Path) -> str:
         block_size=loaded.method.block_size,
         method=loaded.method.name,
         rows="\n".join(rows),
-        levels="\n".join(levels_line(kind, small[task]) for task, kind in TASKS.items()),
+        levels="\n".join(row for task, kind in TASKS.items() for row in level_rows(kind, small[task])),
         stages="\n".join(stage_line(number, config) for number, config in enumerate(made, start=1)),
-        command=f"SEEDS={made[-1].train.seed} experiments/mini/train.sh && experiments/mini/ship.sh "
-        f"{run.name} {made[-1].train.seed}",
+        command=f"SEEDS={made[-1].train.seed} experiments/mini/train.sh\n"
+        f"REPLACE=1 experiments/mini/ship.sh {run.name} {made[-1].train.seed}",
         seq_len=made[-1].data.seq_len,
         tokens=Manifest.read(data).splits["train"].tokens,
         megabytes=size / 1e6,
     )
 
 
-def ship(run: Path, model: Path, evals: Path, data: Path, out: Path) -> None:
-    """Write the folder, whole or not at all."""
+def ship(run: Path, model: Path, evals: Path, data: Path, out: Path, *, over: bool) -> None:
+    """Write the folder, whole or not at all; `over` an older one."""
     text = card(out.name, run, model, evals, data)
-    require(not out.exists(), f"{out} exists already; remove it first")
-    made = out.with_name(out.name + ".tmp")
-    shutil.rmtree(made, ignore_errors=True)
-    shutil.copytree(model, made, ignore=shutil.ignore_patterns("eval"))
-    (made / "README.md").write_text(text, encoding="utf-8")
-    (made / "data").mkdir()
-    questions = replace(Manifest.read(data), splits={}, examples=[])  # how they are made, without shards
-    questions.write(made / "data")
-    for path in made.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes for its user alone
-    made.rename(out)
+    with written_beside(out, over) as made:
+        shutil.copytree(model, made, ignore=shutil.ignore_patterns("eval"), dirs_exist_ok=True)
+        (made / "README.md").write_text(text, encoding="utf-8")
+        (made / "data").mkdir()
+        questions = replace(Manifest.read(data), splits={}, examples=[])  # how they are made, without shards
+        questions.write(made / "data")
+        for path in made.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes for its user alone
 
 
 def main() -> int:
@@ -158,10 +159,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("run", "model", "evals", "data", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--replace", action="store_true", help="an older model in OUT")
     chosen = parser.parse_args()
     try:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        ship(chosen.run, chosen.model, chosen.evals, chosen.data, chosen.out)
+        ship(chosen.run, chosen.model, chosen.evals, chosen.data, chosen.out, over=chosen.replace)
     except FredaError as error:
         print(f"card: error: {error}", file=sys.stderr)
         return 2

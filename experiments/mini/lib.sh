@@ -1,5 +1,5 @@
 # What the experiments at small scale share: where things lie, how much of everything, trainings that are made once.
-# Sourced by the scripts beside it, which list the commands. All of them can be stopped and started again; what is marked
+# Sourced by the scripts beside it, which list the commands. All can be stopped and started again; what is marked
 # as finished is not made again: another number of steps or set of seeds for a sweep wants another WORK.
 #
 #   WORK   folder that runs/mini-suite is made in; the repository by default
@@ -14,7 +14,7 @@
 #   SWEEP  more settings for every sweep, likewise
 #   DTYPE  of sweeps, float32; with bfloat16 a GPU has its decoding kernels
 #
-# --smoke instead tries the whole way in about two minutes on two cores, in a folder of its own. Its numbers mean nothing.
+# --smoke instead tries the whole way in about two minutes on two cores, in a folder of its own. Numbers mean nothing.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 configs=$root/configs/mini
@@ -25,7 +25,8 @@ if [ "${1:-}" = --smoke ]; then
     WORK=${WORK:-$root/runs/smoke} SEEDS=${SEEDS:-0} JOBS=${JOBS:-2} TOKENS=${TOKENS:-100_000} DEVICE=cpu
     prepare_set=(mini.validation_documents=20 prepare.parts=1)
     base_set=(model.dim=32 model.layers=2 model.heads=2 model.kv_heads=2 model.head_dim=16 model.ffn_dim=64)
-    TRAIN="train.batch_rows=2 train.group_rows=1 train.warmup_steps=1 train.validation_rows=2 train.device=cpu ${TRAIN:-}"
+    TRAIN="train.batch_rows=2 train.group_rows=1 train.warmup_steps=1 train.validation_rows=2 ${TRAIN:-}"
+    TRAIN="train.device=cpu $TRAIN"
     base_steps=4 steps=4 steps_equal_compute=5 steps_autoregressive=9 steps_longer=6 scorer_steps=2
     SWEEP="sweep.limit=3 sweep.thresholds=[0.5,0.9] sweep.stability_examples=2 sweep.max_new_tokens=12 ${SWEEP:-}"
     export OMP_NUM_THREADS=1

@@ -1,7 +1,6 @@
 """Put the tables of `results/mini` into `docs/reproduction.md`, and draw its figures.
 
-    python experiments/mini/report.py            # writes the page's tables and docs/images/mini
-    python experiments/mini/report.py --check    # says whether the page has the tables of the files
+    python experiments/mini/report.py    # writes the page's tables and docs/images/mini
 
 The page's sentences are written by hand; what stands between `<!-- table NAME -->` and `<!-- end -->` is made here, of
 nothing but the sweeps' files.
@@ -9,9 +8,7 @@ nothing but the sweeps' files.
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -121,11 +118,16 @@ def _by_group(sweep: Sweep, groups: dict[str, Callable[[Example], str]]) -> Tabl
             seeds = range(len(sweep.systems[system].models))
             points = [sweep.by_place[system, seed, task, sweep.main(system)] for seed in seeds]
             right[system] = ["".join(answers) for answers in zip(*(point.right for point in points), strict=True)]
-        for name in sorted(set(named) - {""}):
+        for name in sorted(set(named) - {""}, key=_by_number):
             places = [place for place, one in enumerate(named) if one == name]
             texts = ("".join(right[system][place] for place in places) for system in sweep.systems)
             rows.append((name, len(places), *(f"{100 * text.count('1') / len(text):.1f}" for text in texts)))
     return Table("", ("questions", "number", *sweep.systems), rows)
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    family, _, number = name.rpartition(", ")
+    return family, int(number)
 
 
 def passes_table(sweep: Sweep) -> Table:
@@ -218,23 +220,16 @@ def filled(page: str) -> str:
     return MARKED.sub(made, page)
 
 
-def main() -> int:
-    """Write, or check."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; leave with 1 if something is out of date")
-    page, check = PAGE.read_text(encoding="utf-8"), parser.parse_args().check
-    new = filled(page)
-    if check:
-        return int(new != page)
-    PAGE.write_text(new, encoding="utf-8")
-    IMAGES.mkdir(parents=True, exist_ok=True)
+def draw(folder: Path) -> None:
+    """The page's figures."""
+    folder.mkdir(parents=True, exist_ok=True)
     for claim, parts in FIGURES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            draw_sweep(RESULTS / f"{claim}.json", Path(folder))
+        with tempfile.TemporaryDirectory() as drawn:
+            draw_sweep(RESULTS / f"{claim}.json", Path(drawn))
             for part in parts:
-                (IMAGES / f"{part}.svg").write_bytes((Path(folder) / f"{part}.svg").read_bytes())
-    return 0
+                (folder / f"{part}.svg").write_bytes((Path(drawn) / f"{part}.svg").read_bytes())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    draw(IMAGES)

@@ -2,8 +2,13 @@
 # Make a trained model the one that comes with the package: int8, compared with itself before on all questions, with its
 # card. After train.sh. Then in freda/assets: freda generate mini, freda chat mini, freda eval mini.
 #
-#   experiments/mini/ship.sh best-of-n 0     # name and seed of a training; NAME=mini PYTHON=python
+#   experiments/mini/ship.sh best-of-n 0     # name and seed of a training; NAME=mini PYTHON=python; REPLACE=1: an older one
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+target=${ASSETS:-$root/freda/assets}/${NAME:-mini}
+if [ -e "$target" ] && [ -z "${REPLACE:-}" ]; then
+    echo "$target exists already; REPLACE=1 takes its place" >&2
+    exit 2
+fi
 run=$runs/${2:-0}/${1:-best-of-n}
 made=$runs/shipped
 tasks=(--task mini_math --task mini_code --task mini_logic --data $runs/data --batch-size 512 --device "$DEVICE")
@@ -16,4 +21,4 @@ for task in mini_math mini_code mini_logic; do
     $FREDA eval --compare $runs/shipped-eval/whole/$task $runs/shipped-eval/int8/$task
 done
 ${PYTHON:-python} "$root/experiments/mini/card.py" --run "$run" --model $made --evals $runs/shipped-eval \
-    --data $runs/data --out "${ASSETS:-$root/freda/assets}/${NAME:-mini}"
+    --data $runs/data --out "$target" ${REPLACE:+--replace}

@@ -11,15 +11,18 @@ import contextlib
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TextIO
 
-from freda.config import DecodeConfig
-from freda.data import mini_logic
+from freda.config import DecodeConfig, MiniConfig
+from freda.data import mini, mini_logic
+from freda.data.generators import settings_in
 from freda.data.tokenizer import Tokenizer
 from freda.decode.api import Model, checked
 from freda.decode.batch import Pass
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
+from freda.model.folders import packaged_folder
 
 HELP = """/reset            forget the conversation
 /set passes=2     change a setting: passes, threshold, max_new_tokens, temperature, ...
@@ -27,6 +30,7 @@ HELP = """/reset            forget the conversation
 /quit             leave, as the end of the input does
 A line that ends in \\ goes on with the next one."""
 OPTIONS = "\nA. "  # a question with answers to choose from
+LEAVE = ("quit", "exit")
 
 
 class Chat:
@@ -47,7 +51,10 @@ class Chat:
         """The answer as it is made; it counts as said once it is there to its end."""
         turns = [*self.turns, {"role": "user", "content": message}]
         said = []
-        for one in self.model.stream(self.prompt(turns), method=self.method, drafts=drafts, **self.settings):
+        prompt = self.prompt(turns)
+        # A document goes on behind the answer to a deduction, with what else follows.
+        stop = (".",) if prompt.startswith((mini_logic.WALK, mini_logic.FACTS)) and not self.raw else ()
+        for one in self.model.stream(prompt, method=self.method, stop=stop, drafts=drafts, **self.settings):
             said += [one] if isinstance(one, str) else []
             yield one
         self.turns = [*turns, {"role": "assistant", "content": "".join(said)}]
@@ -97,6 +104,16 @@ def as_question(message: str) -> str:
     if OPTIONS in text or text.startswith(mini_logic.FACTS):
         return f"{text}\nAnswer:"
     return f"Q: {text.removeprefix('Q:').removesuffix('A:').strip()}\nA:"
+
+
+def suggestions(model: Path) -> str:
+    """What a packaged model can be asked, a held-out question of each kind as it would be typed; else nothing."""
+    folder = packaged_folder(model)
+    if folder is None or not (folder / "data").is_dir():
+        return ""
+    prompts = (mini.item(kind, MiniConfig(**settings_in(folder / "data", kind)), "test", 0) for kind in mini.KINDS)
+    typed = (item.prompt.removeprefix("Q: ").removesuffix("\nA:").replace("\n", "\\\n") for item in prompts)
+    return ". It was trained on nothing but questions like these:\n" + "\n".join(typed)
 
 
 def rendered(template: str, tokenizer: Tokenizer, turns: list[dict[str, str]]) -> str:
@@ -150,6 +167,8 @@ def talk(chat: Chat, said: Iterable[str], out: TextIO, *, drafts: bool, pause: f
     """Answer all messages on `out`. What is wrong with one is told, and the next is taken."""
     for message in said:
         try:
+            if message.strip().lower() in LEAVE:
+                return
             if not message.startswith("/"):
                 answer(chat, message, out, drafts=drafts, pause=pause)
             elif not chat.command(message):

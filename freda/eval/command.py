@@ -74,6 +74,9 @@ def own_questions(model: Path | None, tasks: list[str], data: Path | None) -> tu
     if folder is not None and (folder / "data").is_dir():
         made = Manifest.read(folder / "data").source
         brought = [kind for kind, generator in GENERATORS.items() if kind in TASKS and generator.section in made]
+    if model is not None and not tasks and not brought:
+        resolve_model_folder(model)  # a name that is wrong is told first
+        raise FredaError("name a --task; only a packaged model that brings its questions needs none")
     if folder is None or not set(tasks) <= set(brought):
         return tasks, data or Path("benchmarks")
     return tasks or brought, data or folder / "data"
@@ -99,9 +102,13 @@ class Asked:
         require(self.dtype in DTYPES, f"there is no dtype {self.dtype!r}; use one of {', '.join(DTYPES)}")
 
     def place(self, task: str) -> Path:
-        """The folder of a task's results: with the model, but not inside the package."""
-        beside = packaged_folder(self.model) is None
-        return (self.out or (resolve_model_folder(self.model) / "eval" if beside else EVALS / self.model)) / task
+        """The folder of a task's results: with the model, but not inside the package, where a first look (`limit`) has
+        a folder of its own."""
+        if self.out is not None:
+            return self.out / task
+        if packaged_folder(self.model) is None:
+            return resolve_model_folder(self.model) / "eval" / task
+        return EVALS / (f"{self.model}-{self.limit}" if self.limit else str(self.model)) / task
 
     def examples(self, task: str) -> list[Example]:
         """The questions of a task of ours."""

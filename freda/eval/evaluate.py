@@ -173,9 +173,11 @@ def _resume(out: Path, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return {}
     found, samples = read_samples(out)
     before, now = ({**one, **one.get("settings", {}), "settings": None} for one in (found, head))
-    changed = [f"{key} {before.get(key)} (now {now[key]})" for key in now if before.get(key) != now[key]]
+    changed = {key: f"{key} {before.get(key)} (now {now[key]})" for key in now if before.get(key) != now[key]}
+    if "n" in changed:
+        changed.pop("checksum", None)  # of other questions, which says nothing more
     if changed:
-        raise FredaError(f"{out} holds another evaluation: {', '.join(changed)}; choose another folder: --out")
+        raise FredaError(f"{out} holds another evaluation: {', '.join(changed.values())}; choose another folder: --out")
     write_whole(path, "".join(json.dumps(line) + "\n" for line in (head, *samples.values())))
     return samples
 

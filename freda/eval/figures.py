@@ -5,6 +5,7 @@ One colour is one system in all figures. Bands and bars are one standard error.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,8 +106,11 @@ def _percent(axes: Sequence[Any]) -> None:
 
 def look_of(sweep: Sweep, system: str) -> dict[str, Any]:
     """A system named after its method looks the same in the figures of all sweeps; others take what is left."""
-    place = [*METHODS, *(name for name in sweep.systems if name not in METHODS)].index(system)
-    size = max(3.0, 6.0 - 0.8 * place)  # where curves lie on each other, the lower one still shows
+    taken = {str(name): place for place, name in enumerate(METHODS) if name in sweep.systems}
+    free = (place for place in itertools.count() if place not in taken.values())
+    places = {name: taken[name] if name in taken else next(free) for name in sweep.systems}
+    place, order = places[system], list(sweep.systems).index(system)
+    size = max(3.0, 6.0 - 0.8 * order)  # where curves lie on each other, the lower one still shows
     look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
     return {**look, "label": system, "markersize": size}
 

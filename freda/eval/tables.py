@@ -268,7 +268,7 @@ def speed_up_table(sweep: Sweep) -> Table:
     rows.append(("paper: average over diffusion baselines", *[None] * len(panels), f"{low} to {high}"))
     note = (
         f"Tokens per forward over those of {sweep.baseline}, each in its fastest setting within {MATCHED} points of "
-        f"the best accuracy of {sweep.baseline}; settings that were measured. Empty: never as good."
+        f"the best accuracy of {sweep.baseline}; settings that were measured. None: never as good."
     )
     return Table("Speed-up at matched accuracy", ("system", *panels, "mean"), rows, note)
 
