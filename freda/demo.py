@@ -130,9 +130,13 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     results = {"version": __version__, "seed": seed, "seconds": round(seconds), "plan": asdict(plan), "rows": rows}
     (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     say(f"done in {seconds:.0f} s; results in {out / RESULTS}. Watch it live:")
-    program = sys.argv[0] if sys.argv[0].endswith("freda") else "freda"  # .venv/bin/freda, as make calls it
     # repr writes the line break as \n and puts quotes around: with $ in front, that is how a shell reads it
-    print(f"{program} generate {out / 'self-refine'} ${test[0].prompt!r} --show-drafts", file=sys.stderr)
+    print(f"{_program()} generate {out / 'self-refine'} ${test[0].prompt!r} --show-drafts", file=sys.stderr)
+
+
+def _program() -> str:
+    """How this was called: .venv/bin/freda, if make did."""
+    return sys.argv[0] if sys.argv[0].endswith("freda") else "freda"
 
 
 def say(message: str) -> None:
@@ -205,7 +209,7 @@ def _show_shipped(console: Console) -> None:
             output = _answer(loaded, request, drafts)
         console.print(loaded.tokenizer.decode(output.tokens).rstrip("\n"), markup=False, soft_wrap=True)
         console.print(f"{len(output.tokens)} tokens in {output.nfe} forwards\n", style="dim")
-    say(f"more of it: freda chat {SHIPPED}; now a tiny one is trained here")
+    say(f"more of it: {_program()} chat {SHIPPED}; now a tiny one is trained here")
 
 
 def _answer(loaded: LoadedModel, request: Request, watch: Callable[[Pass], None]) -> Output:

@@ -369,6 +369,8 @@ def test_groups_ablations_and_speed_up_of_the_page(report: ModuleType) -> None:
     last = f"{ablated['passes-1', 'mini_logic', 4]:.1f}"
     assert f"| passes-1 | {by_passes['mini_math']} | {by_passes['mini_code']} | {last} |" in page
     lost = sum(ablated["passes-1", task, 4] - ablated["reference", task, 4] for task in by_passes) / 2
+    row = next(line for line in page.splitlines() if line.startswith("| passes-1 |"))
+    assert row.split(" | ")[-2].startswith(f"{lost:+.2f} ("), "what is generated, then logic"
     assert f"K = 1 instead of 3: {lost:.1f} in mathematics and code".replace("-", "−") in page
     assert "| 1.04 times block diffusion" in page and "| self-refine | 1.07 | 1.01 | 1.04 |" in page
 
