@@ -375,6 +375,18 @@ def test_groups_ablations_and_speed_up_of_the_page(report: ModuleType) -> None:
     assert "| 1.04 times block diffusion" in page and "| self-refine | 1.07 | 1.01 | 1.04 |" in page
 
 
+def test_what_models_write_is_what_the_page_says(report: ModuleType) -> None:
+    found = json.loads((report.RESULTS / "written.json").read_text(encoding="utf-8"))["right"]
+    one, two, four = (f"{100 * found['self-refine'][passes]:.1f}" for passes in "124")
+    base, others = (
+        f"{100 * found['base']['1']:.1f}%",
+        {f"{100 * share:.1f}%" for share in found["block-diffusion"].values()},
+    )
+    words = " ".join(report.PAGE.read_text(encoding="utf-8").split())
+    assert f"self-refinement has {one}, {two} and {four}% with 1, 2 and 4 passes" in words
+    assert f"block diffusion {others.pop()} and the base {base}" in words and not others
+
+
 def test_the_figures_of_the_page_are_those_of_the_results(report: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report.draw(tmp_path)
