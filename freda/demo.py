@@ -28,14 +28,12 @@ from freda.config import (
     DataConfig,
     MethodConfig,
     MethodName,
-    MiniConfig,
     ModelConfig,
     TrainConfig,
 )
-from freda.data import mini
-from freda.data.generators import settings_in
 from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
+from freda.decode.chat import held_out
 from freda.decode.generate import Output, Pass, Request, generate
 from freda.decode.show import LiveDrafts, pass_line
 from freda.errors import FredaError
@@ -201,10 +199,9 @@ def _show_shipped(console: Console) -> None:
         return
     say(f"first, three questions to {SHIPPED}, a model that comes with freda")
     loaded = load_model(folder)
-    for kind in mini.KINDS:
-        item = mini.item(kind, MiniConfig(**settings_in(folder / "data", kind)), "test", 0)
-        console.print(item.prompt, style="blue", markup=False, soft_wrap=True)
-        request = Request(prompt=loaded.tokenizer.encode(item.prompt), max_new_tokens=LONGEST_ANSWER)
+    for question in held_out(folder):
+        console.print(question, style="blue", markup=False, soft_wrap=True)
+        request = Request(prompt=loaded.tokenizer.encode(question), max_new_tokens=LONGEST_ANSWER)
         with LiveDrafts((), loaded.tokenizer, file=sys.stdout, pause=PAUSE) as drafts:
             output = _answer(loaded, request, drafts)
         console.print(loaded.tokenizer.decode(output.tokens).rstrip("\n"), markup=False, soft_wrap=True)

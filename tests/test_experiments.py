@@ -235,6 +235,7 @@ def shipping(tmp_path: Path) -> dict[str, Path]:
                 "standard_error": 0.009,
                 "tpf": 3.25,
                 "device": "a GPU",
+                "dtype": "of a kind",
             }
             found |= {"prompts": ["Q: Mia's?\nA:"], "settings": {"passes": 4, "threshold": 0.9}}
             found |= {
@@ -266,6 +267,7 @@ def test_the_card_says_what_the_files_say(shipping: dict[str, Path]) -> None:
     assert "1. autoregressive: 2,000 steps, 65.5 M tokens" in text and "2. self-refine: 800 steps, 26.2 M" in text
     assert "| code, a | 2: 61, 3: 51 |\n| code, b | 2: 61, 3: 51 |\n| logic, a |" in text, "of the int8 model"
     assert "REPLACE=1 experiments/mini/ship.sh tuned 7\n" in text and "SEEDS=7 " in text and "on a GPU:" in text
+    assert "Weights and sums are of a kind." in text
     assert "123,456 tokens" in text and r"$'Q: Mia\'s?\nA:'" in text and "{" not in text
     settings_in(shipping["out"] / "data", "mini_math")  # freda eval finds its questions there
     assert load_model(shipping["out"]).method.name == "self-refine"

@@ -46,7 +46,7 @@ Held-out questions, none of whose contents is in the training data; {passes} pas
 {rows}
 
 The method is {method}; other numbers of passes and the baselines trained from the same base are in `results/mini`.
-Logic is chosen by likelihood, in one forward, of four letters: 25% are right by chance. Weights and sums are float32.
+Logic is chosen by likelihood, in one forward, of four letters: 25% are right by chance. Weights and sums are {dtype}.
 
 | kind, family of questions | percent right by level: steps, hops of a look-up (inside, with, swap), moves of a walk |
 |---|---|
@@ -126,6 +126,7 @@ def card(name: str, run: Path, model: Path, evals: Path, data: Path) -> str:
         suite="../../../docs/mini.md",
         question=small["mini_math"]["prompts"][0].replace("'", "\\'").replace("\n", "\\n"),
         device=small["mini_math"]["device"],
+        dtype=small["mini_math"]["dtype"],
         passes=decoding["passes"],
         threshold=decoding["threshold"],
         block_size=loaded.method.block_size,

@@ -106,13 +106,19 @@ def as_question(message: str) -> str:
     return f"Q: {text.removeprefix('Q:').removesuffix('A:').strip()}\nA:"
 
 
+def held_out(folder: Path) -> list[str]:
+    """The first test question of each kind, of the suite that a packaged model was trained on."""
+    settings = {kind: MiniConfig(**settings_in(folder / "data", kind)) for kind in mini.KINDS}
+    return [mini.item(kind, config, "test", 0).prompt for kind, config in settings.items()]
+
+
 def suggestions(model: Path) -> str:
     """What a packaged model can be asked, a held-out question of each kind as it would be typed; else nothing."""
     folder = packaged_folder(model)
     if folder is None or not (folder / "data").is_dir():
         return ""
-    prompts = (mini.item(kind, MiniConfig(**settings_in(folder / "data", kind)), "test", 0) for kind in mini.KINDS)
-    typed = (item.prompt.removeprefix("Q: ").removesuffix("\nA:").replace("\n", "\\\n") for item in prompts)
+    prompts = held_out(folder)
+    typed = (prompt.removeprefix("Q: ").removesuffix("\nA:").replace("\n", "\\\n") for prompt in prompts)
     return ". It was trained on nothing but questions like these:\n" + "\n".join(typed)
 
 
