@@ -27,7 +27,7 @@ lint: $(INSTALLED)  ## what CI checks before the tests
 format: $(INSTALLED)  ## rewrite the code in the house style, and the pages made from it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/python -m freda.config > docs/config.md
+	$(BIN)/python docs/write_config.py
 	$(BIN)/python docs/draw_masks.py
 
 # torch first and through the constraints file: unpinned, pip would take whatever is newest, with its CUDA packages.

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from freda import __version__
-from freda.config import Config, MethodConfig, TrainConfig
 from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
 from freda.decode.generate import Output, Pass, Request, generate
@@ -32,8 +31,10 @@ from freda.demo import LONGEST_SOLUTION, THRESHOLD, Plan, make_plan
 from freda.eval.run import score, solution_batch
 from freda.methods import METHODS
 from freda.methods.best_of_n import beam_slots, frozen_clean_half, proposal, score_slots
+from freda.methods.config import MethodConfig
 from freda.model.transformer import pick_device
 from freda.model.weights import LoadedModel, load_model
+from freda.train.config import RunConfig, TrainConfig
 from freda.train.loop import train
 
 PROBLEMS = 2000
@@ -72,7 +73,7 @@ def run(setting: str, seed: int, out: Path, device: str, *, quick: bool) -> dict
     validation = {}
     for name, method, settings in trained:
         settings = replace(settings, device=device, attention="sdpa", validation_rows=128)
-        config = Config(corpus=plan.corpus, data=plan.data, model=plan.model, method=method, train=settings)
+        config = RunConfig(corpus=plan.corpus, data=plan.data, model=plan.model, method=method, train=settings)
         validation[name] = train(config, out / name, name=f"{setting} {seed} {name}").validation
     rows = evaluate(out, test, device)
     kinds = {name: judge(load_model(out / name, pick_device(device)), test) for name in SCORERS}

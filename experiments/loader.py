@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freda.config import Config, DataConfig, MethodConfig, ModelConfig, TrainConfig
 from freda.data.loader import Batch, Loader
 from freda.data.pack import plan
 from freda.data.shards import SPLITS, Manifest, ShardWriter, SplitInfo
 from freda.data.tokenizer import train_tokenizer
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.train import loop
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 
 SEQ_LEN, ALIGN, MEAN, SIGMA = 4096, 8, 1000, 1.1
 SHARD_TOKENS = 25_000_000  # 100 MB
@@ -88,7 +90,7 @@ def measure_reading(folder: Path) -> None:
 
 def measure_waits(folder: Path, steps: int, late_ms: int) -> None:
     """The waits of a short run, with and without prefetching; every fifth read is late by so many milliseconds."""
-    config = Config(
+    config = RunConfig(
         model=ModelConfig(dim=16, layers=1, heads=1, kv_heads=1, head_dim=16, ffn_dim=16),
         data=DataConfig(path=str(folder), seq_len=SEQ_LEN),
         method=MethodConfig(name="autoregressive"),

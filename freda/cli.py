@@ -18,7 +18,7 @@ import typer
 
 from freda import __version__
 from freda.bench.command import Settings, bench
-from freda.config import DecodeConfig
+from freda.decode.config import DecodeConfig
 from freda.errors import AgreedError, FredaError, note
 
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
@@ -80,12 +80,12 @@ def prepare(
     set_: Settings = [],  # noqa: B006
 ) -> None:
     """Turn documents into token shards; started again, it goes on where it was."""
-    from freda import config as configs
+    from freda.data.config import load_prepare
     from freda.data.estimate import plan_lines
     from freda.data.prepare import prepare as write_shards
     from freda.data.shards import shard_lines
 
-    resolved, processes = configs.load(config, set_), workers or os.cpu_count() or 1
+    resolved, processes = load_prepare(config, set_), workers or os.cpu_count() or 1
     if workers < 0:
         raise FredaError(f"workers is {workers}; use 1 or more, or 0 for one per core")
     if plan:
@@ -118,7 +118,7 @@ def train(
     set_: Settings = [],  # noqa: B006
 ) -> None:
     """Train a model; stop it with Ctrl-C and go on with --resume."""
-    from freda import config as configs
+    from freda.train import config as configs
 
     if dry_run:
         from freda.train.plan import plan_lines
@@ -133,7 +133,7 @@ def train(
     folder = out or resume
     assert folder is not None
 
-    def settings() -> configs.Config:
+    def settings() -> configs.RunConfig:
         return loop.resume_run(folder) if config is None else configs.load(config, set_)
 
     if config is not None and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -360,16 +360,15 @@ def sweep(
     set_: Settings = [],  # noqa: B006
 ) -> None:
     """Measure systems over passes, thresholds and candidates; the paper's tables and figures of them."""
-    from freda import config as configs
-
     if (config is None) == (draw is None):
         raise FredaError("give a config to measure, or --draw FILE to draw what was measured")
     from freda.eval.command import draw_sweep, measure_sweep
+    from freda.eval.config import load_sweep
 
     if config is not None:
         try:
             place = {"device": device, "dtype": dtype}
-            measure_sweep(configs.load_sweep(config, set_), data, out, unpublished=unpublished, note=note, **place)
+            measure_sweep(load_sweep(config, set_), data, out, unpublished=unpublished, note=note, **place)
         except KeyboardInterrupt:
             note("interrupted; the same command goes on with it")
             raise typer.Exit(130) from None

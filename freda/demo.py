@@ -22,15 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from freda import __version__
-from freda.config import (
-    Config,
-    CorpusConfig,
-    DataConfig,
-    MethodConfig,
-    MethodName,
-    ModelConfig,
-    TrainConfig,
-)
+from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
 from freda.decode.chat import held_out
@@ -39,8 +31,11 @@ from freda.decode.show import LiveDrafts, pass_line
 from freda.errors import FredaError
 from freda.eval.run import exact_match, token_accuracy
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig, MethodName
+from freda.model.config import ModelConfig
 from freda.model.folders import packaged_folder
 from freda.model.weights import LoadedModel, load_model
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.loop import train
 
 PASSES = (1, 2, 3, 4)
@@ -156,7 +151,7 @@ def _clear(out: Path) -> None:
 
 def _train(plan: Plan, folder: Path, name: MethodName, settings: TrainConfig) -> LoadedModel:
     method = MethodConfig(name=name, noise_min=NOISE_MIN)
-    config = Config(corpus=plan.corpus, data=plan.data, model=plan.model, method=method, train=settings)
+    config = RunConfig(data=plan.data, model=plan.model, method=method, train=settings)
     result = train(config, folder, name=name)
     if result.interrupted:
         raise FredaError(f"stopped by {result.interrupted}; start the demo again with: freda demo")

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from freda.data.loader import Loader
 from freda.data.shards import Documents, Manifest, shard_lines
 from freda.data.shards import verify as verify_shards
-from freda.data.tokenizer import Tokenizer, read_json
+from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
+from freda.files import read_json
 from freda.model.folders import model_path, packaged, resolve_model_folder
 from freda.model.weights import family_of, load_model
 from freda.train.metrics import read_metrics

@@ -67,10 +67,16 @@ def reference_lines(kind: type) -> list[str]:
     lines = []
     for name, hint in typing.get_type_hints(kind).items():
         section = typing.get_args(hint)[1] if name in NAMED else hint
-        lines += ["", f"## {(section.__doc__ or '').strip()}", "", "| key | default | meaning |", "|---|---|---|"]
-        for field in dataclasses.fields(section):
-            default = "none" if field.default is None else toml_value(field.default)
-            lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
+        lines += ["", f"## {(section.__doc__ or '').strip()}", *key_lines(section)]
+    return lines
+
+
+def key_lines(section: type) -> list[str]:
+    """A table in Markdown of the keys of one section."""
+    lines = ["", "| key | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(section):
+        default = "none" if field.default is None else toml_value(field.default)
+        lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
     return lines
 
 

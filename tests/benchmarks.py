@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from freda.config import CorpusConfig, MiniConfig
+from freda.data.config import CorpusConfig, MiniConfig
 from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
 from freda.eval.tasks import TASKS, gpqa

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freda.config import MethodConfig, ModelConfig
 from freda.data.loader import Batch
 from freda.data.tokenizer import train_tokenizer
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from freda.config import MiniConfig
 from freda.data import mini
+from freda.data.config import MiniConfig
 from freda.data.shards import Manifest
 from freda.model.weights import save_model
 from tests.conftest import answering_model

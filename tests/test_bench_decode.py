@@ -16,15 +16,16 @@ from test_engine import loaded
 from freda.bench import decode
 from freda.bench.hugging_face import borrowed, timed_generate
 from freda.cli import run
-from freda.config import MethodConfig, ModelConfig
 from freda.data.tokenizer import Tokenizer
 from freda.decode import device, engine
 from freda.decode.batch import Request
+from freda.decode.config import EngineConfig
 from freda.decode.device import Program
-from freda.decode.engine import EngineConfig
 from freda.decode.generate import generate
 from freda.decode.pages import Pages
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 from freda.model.weights import save_model
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from freda.bench.rates import about, copy_rate, matmul_rate
 from freda.bench.train import Load, RandomRows, _profile, bench_train, kind_of, make_run
 from freda.cli import run
-from freda.config import MethodConfig
 from freda.errors import FredaError
-from freda.model.rates import about, copy_rate, matmul_rate
+from freda.methods.config import MethodConfig
 from freda.model.shapes import SHAPES
 from freda.train import loop
 

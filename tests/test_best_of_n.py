@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.config import CorpusConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.data.tokenizer import train_tokenizer
@@ -26,15 +26,18 @@ from freda.methods.best_of_n import (
     score_slots,
 )
 from freda.methods.candidates import choose
+from freda.methods.config import MethodConfig
 from freda.methods.draft import Candidates, Search
 from freda.methods.method import Step
 from freda.model.attention import make_mask
+from freda.model.config import ModelConfig
 from freda.model.head import Logits
 from freda.model.masks import clean_tokens
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.model.weights import load_model, save_model
 from freda.train import loop
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from tests.conftest import EOS, packed_batch, tiny_model
 
 SETTINGS = MethodConfig(name="best-of-n", block_size=4, num_negatives=3)
@@ -295,7 +298,7 @@ def test_stage_two_trains_the_scorer_and_leaves_the_backbone_alone(
     negatives: str, scorer_layer: bool, tmp_path: Path
 ) -> None:
     prepare_corpus(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), tmp_path / "data")
-    base = Config(
+    base = RunConfig(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(tmp_path / "data"), seq_len=96),
         train=TrainConfig(
@@ -336,7 +339,7 @@ def test_stage_two_trains_the_scorer_and_leaves_the_backbone_alone(
 
 def test_a_scorer_judges_a_model_that_refines(tmp_path: Path) -> None:
     prepare_corpus(CorpusConfig(problems=40, validation_problems=8, vocab_size=300), tmp_path / "data")
-    base = Config(
+    base = RunConfig(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(tmp_path / "data"), seq_len=96),
         method=MethodConfig(name="block-diffusion"),
@@ -352,7 +355,7 @@ def test_a_scorer_judges_a_model_that_refines(tmp_path: Path) -> None:
 
 def test_resume_of_stage_two_is_exact(tmp_path: Path) -> None:
     prepare_corpus(CorpusConfig(problems=60, validation_problems=8, vocab_size=300), tmp_path / "data")
-    base = Config(
+    base = RunConfig(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(tmp_path / "data"), seq_len=96),
         train=TrainConfig(steps=2, batch_rows=2, group_rows=2, warmup_steps=1, validation_rows=2, log_every=1),
@@ -457,7 +460,7 @@ def test_a_scorers_own_layer_starts_as_the_backbones() -> None:
 @pytest.mark.parametrize("name", ["self-refine", "autoregressive"])
 def test_other_methods_start_from_a_model_with_a_scorer(name: str, tmp_path: Path) -> None:
     prepare_corpus(CorpusConfig(problems=60, validation_problems=8, vocab_size=300), tmp_path / "data")
-    config = Config(
+    config = RunConfig(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(tmp_path / "data"), seq_len=96),
         train=TrainConfig(steps=1, batch_rows=2, group_rows=2, warmup_steps=1, validation_rows=2),

@@ -18,11 +18,12 @@ import torch
 
 import freda
 from freda.cli import run
-from freda.config import MethodConfig, ModelConfig
 from freda.data.tokenizer import Tokenizer, train_tokenizer
 from freda.decode.api import Model
 from freda.decode.chat import Chat, as_question, messages, talk
 from freda.errors import FredaError
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 from freda.model.weights import save_model
 
@@ -86,8 +87,8 @@ def test_a_message_becomes_what_documents_begin_with() -> None:
 
 
 def test_the_forms_are_those_of_the_mini_suite() -> None:
-    from freda.config import MiniConfig
     from freda.data import mini
+    from freda.data.config import MiniConfig
 
     for kind in mini.KINDS:
         prompt = mini.item(kind, MiniConfig(), "test", 0).prompt

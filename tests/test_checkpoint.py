@@ -18,12 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from freda import config as configs
-from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.weights import load_model
 from freda.train import checkpoint, loop
+from freda.train import config as configs
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
 from tests.ranks import fork, run_ranks
 
@@ -35,9 +38,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(shards: Path, **train: object) -> Config:
+def config(shards: Path, **train: object) -> RunConfig:
     settings = {"steps": 6, "batch_rows": 4, "group_rows": 2, "lr": 1e-3, "warmup_steps": 2, "log_every": 1, **train}
-    return Config(
+    return RunConfig(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(shards), seq_len=64),
         method=MethodConfig(name="autoregressive"),

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from freda import config as configs
 from freda.cli import run
-from freda.config import Config, CorpusConfig, DataConfig, ModelConfig, TrainConfig
+from freda.data.config import CorpusConfig
 from freda.data.tokenizer import BLANK_TEXT, train_tokenizer
+from freda.model.config import ModelConfig
+from freda.train import config as configs
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards (`data`), a config and a run, made by the commands themselves."""
     root = tmp_path_factory.mktemp("cli")
-    config = Config(
+    config = RunConfig(
         corpus=CorpusConfig(problems=100, validation_problems=8, vocab_size=300),
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(root / "data"), seq_len=96),

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freda import config as configs
-from freda.config import Config, ModelConfig
 from freda.errors import FredaError
+from freda.model.config import ModelConfig
+from freda.train import config as configs
+from freda.train.config import RunConfig
 
 
-def load(text: str, tmp_path: Path, *overrides: str) -> Config:
+def load(text: str, tmp_path: Path, *overrides: str) -> RunConfig:
     file = tmp_path / "run.toml"
     file.write_text(text)
     return configs.load(file, overrides)
@@ -62,7 +63,7 @@ def test_errors_name_the_value_and_the_way_out(text: str, message: str, tmp_path
 
 @pytest.mark.parametrize("override", ["train.lr", "lr=3", "=", "train.=1"])
 def test_malformed_overrides(override: str) -> None:
-    with pytest.raises(FredaError, match=r"--set wants section.key=value"):
+    with pytest.raises(FredaError, match=r"--set limits section.key=value"):
         configs.load(None, [override])
 
 
@@ -88,5 +89,5 @@ def test_a_stored_config_reads_back_to_the_same_value(lr: float, steps: int, pat
 
 def test_rope_scaling_survives_the_round_trip(tmp_path: Path) -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    config = Config(model=ModelConfig(rope_scaling=scaling))
+    config = RunConfig(model=ModelConfig(rope_scaling=scaling))
     assert load(configs.dump(config), tmp_path) == config

@@ -12,17 +12,18 @@ from conftest import EOS, tiny_model
 from test_engine import ALL, SMALL, Letters, alone, loaded, prompts, settings_of
 from torch import Tensor
 
-from freda.config import MethodConfig
 from freda.decode import device
 from freda.decode.batch import Batch, Pass, Request, Text
-from freda.decode.device import DeviceBatch, Machine, Report, prefill, stays_on_device
-from freda.decode.engine import Engine, EngineConfig
+from freda.decode.config import EngineConfig
+from freda.decode.device import DeviceBatch, ForwardBackend, Report, prefill, stays_on_device
+from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.pages import PagedCache, Pages
+from freda.decode.shapes import BlockTable, ForwardShape
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
 from freda.methods.draft import Prediction, predict, soft_embedding
 from freda.model.attention import make_mask
-from freda.model.cache import Rows, Texts
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
@@ -36,10 +37,12 @@ class PlainMachine:
     def __init__(self, model: Transformer, pages: Pages) -> None:
         self.model, self.pages = model, pages
 
-    def buffers(self, requests: int, rows: Rows, long: bool) -> dict[str, Tensor]:
+    def buffers(self, requests: int, rows: ForwardShape, long: bool) -> dict[str, Tensor]:
         return {}
 
-    def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: dict[str, Tensor]) -> None:
+    def run(
+        self, given: tuple[Tensor, Tensor], texts: BlockTable, rows: ForwardShape, buffers: dict[str, Tensor]
+    ) -> None:
         count, block = len(texts.stored), rows.block
         ids, alpha = (part.view(count, rows.tokens) for part in given)
         place = torch.arange(rows.tokens, device=ids.device)
@@ -183,7 +186,7 @@ def test_one_request_of_many_candidates() -> None:
 
 
 def test_nothing_of_an_engine_stays_when_nobody_needs_it() -> None:
-    """Not even until the garbage collector comes: the next engine wants its memory."""
+    """Not even until the garbage collector comes: the next engine limits its memory."""
     engine = Engine(loaded(), SMALL, PlainMachine)
     engine.run([Request(prompt=[1, 2, 3], max_new_tokens=8)])
     pages = weakref.ref(engine.pages)
@@ -276,7 +279,7 @@ def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most:
     write in fp32 as the plain model's are."""
     from freda.decode.packed import PackedModel
 
-    def machine(model: Transformer, pages: Pages) -> Machine:
+    def machine(model: Transformer, pages: Pages) -> ForwardBackend:
         made = PackedModel(model, pages)
         if dtype == torch.float32:
             made.prefill = PlainMachine(model, pages).prefill  # type: ignore[method-assign]  # cuDNN has no fp32

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from freda.config import Config, CorpusConfig, DocumentsConfig
 from freda.data import documents
+from freda.data.config import CorpusConfig, DocumentsConfig, PrepareFile
 from freda.data.documents import Broken, Document, Field, read
 from freda.data.files import find
 from freda.errors import FredaError
 
 TEXTS = [f"text number {number}, größer als {number - 1}" for number in range(11)]
-CONFIG = Config(corpus=CorpusConfig(problems=6, validation_problems=2))
+CONFIG = PrepareFile(corpus=CorpusConfig(problems=6, validation_problems=2))
 
 
 def texts(config: DocumentsConfig, root: Path, part: int = 0, parts: int = 1) -> list[str]:

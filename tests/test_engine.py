@@ -10,14 +10,15 @@ import pytest
 import torch
 from conftest import EOS, tiny_model
 
-from freda.config import MethodConfig
 from freda.data.tokenizer import Tokenizer
 from freda.decode.batch import Pass, Request
-from freda.decode.engine import Engine, EngineConfig
+from freda.decode.config import EngineConfig
+from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.pages import Pages
 from freda.errors import FredaError
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel

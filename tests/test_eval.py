@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from freda.config import MethodConfig, ModelConfig
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.generate import Output, Request, generate
 from freda.eval.run import exact_match, score, solution_batch, token_accuracy
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
 

@@ -22,16 +22,19 @@ from types import ModuleType
 
 import pytest
 
-from freda import config as configs
-from freda.config import Config, MethodConfig
+from freda.data.config import load_prepare
 from freda.data.generators import settings_in
 from freda.data.shards import Manifest, SplitInfo
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
+from freda.eval.config import load_sweep
+from freda.eval.report.tables import Sweep
 from freda.eval.sweep import read_sweep
-from freda.eval.tables import Sweep
 from freda.eval.tasks import TASKS, load_examples
+from freda.methods.config import MethodConfig
 from freda.model.weights import load_model
+from freda.train import config as configs
+from freda.train.config import RunConfig
 from tests.stand_in import write_stand_in
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +79,7 @@ def settings(words: Sequence[str]) -> list[str]:
     return [after for word, after in itertools.pairwise(words) if word == "--set"]
 
 
-def runs(calls: Sequence[Sequence[str]]) -> dict[str, Config]:
+def runs(calls: Sequence[Sequence[str]]) -> dict[str, RunConfig]:
     """The trainings among the calls, by the folder below runs/mini-suite, resolved."""
     started = [words for words in calls if words[0] == "train" and "--out" in words]
     return {
@@ -139,7 +142,7 @@ def test_sweeps_name_what_the_scripts_train(work: Path) -> None:
     trained = {f"runs/mini-suite/{name}" for name in runs(calls)}
     named = set()
     for claim in CLAIMS:
-        for name, system in configs.load_sweep(CONFIGS / f"sweep-{claim}.toml").system.items():
+        for name, system in load_sweep(CONFIGS / f"sweep-{claim}.toml").system.items():
             assert system.models == tuple(f"runs/mini-suite/{seed}/{name}" for seed in range(3))
             named |= set(system.models)
     assert named == trained
@@ -147,7 +150,7 @@ def test_sweeps_name_what_the_scripts_train(work: Path) -> None:
 
 def test_sweeps_follow_the_seeds(work: Path) -> None:
     (call,) = called(work, "sweep.sh", "b", SEEDS="3 4")
-    file = configs.load_sweep(Path(call[1]), settings(call))
+    file = load_sweep(Path(call[1]), settings(call))
     assert file.system["self-refine"].models == ("runs/mini-suite/3/self-refine", "runs/mini-suite/4/self-refine")
     assert (work / "results" / "mini" / "b.json").is_file()
     assert settings(called(work, "sweep.sh", "a")[0]) == []
@@ -205,7 +208,7 @@ def test_less_of_it(work: Path) -> None:
 
 def test_the_smoke_run_is_small_and_valid(work: Path) -> None:
     calls = called(work, "train.sh", "--smoke")
-    prepared = configs.load(Path(calls[0][1]), settings(calls[0]))
+    prepared = load_prepare(Path(calls[0][1]), settings(calls[0]))
     assert prepared.prepare.tokens <= 100_000
     found = runs(calls)
     assert set(found) == {

@@ -49,12 +49,14 @@ def test_folders_of_the_users_go_first(stand_in: Path) -> None:
 
 
 def test_a_run_that_starts_from_a_packaged_model_keeps_its_folder(stand_in: Path) -> None:
-    from freda.config import Config, TrainConfig
+    from freda.train.config import RunConfig, TrainConfig
     from freda.train.loop import _with_absolute_paths
 
-    kept = _with_absolute_paths(Config(train=TrainConfig(init="mini")))
+    kept = _with_absolute_paths(RunConfig(train=TrainConfig(init="mini")))
     assert kept.train.init == str(stand_in)
-    assert _with_absolute_paths(Config(train=TrainConfig(init="runs/x"))).train.init == str(Path("runs/x").absolute())
+    assert _with_absolute_paths(RunConfig(train=TrainConfig(init="runs/x"))).train.init == str(
+        Path("runs/x").absolute()
+    )
 
 
 def test_the_packaged_model_brings_its_questions(

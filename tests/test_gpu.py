@@ -13,17 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.decode.generate import Request, generate
 from freda.methods import METHODS
 from freda.methods.best_of_n import frozen_clean_half, proposal, sampled_slots, score_slots
+from freda.methods.config import MethodConfig
 from freda.methods.draft import likeliest
 from freda.methods.method import Step
 from freda.model import head
+from freda.model.config import ModelConfig
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.train import checkpoint, loop
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import make_optimizer
 from freda.train.parallel import shard
 from freda.train.setup import compile_layers
@@ -106,7 +109,7 @@ def test_generation_equals_the_cpu(name: str) -> None:
 def test_prefetched_batches_are_pinned_and_the_same(tmp_path: Path) -> None:
     prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
     run = loop.setup(
-        Config(
+        RunConfig(
             model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),
             data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
             train=TrainConfig(steps=20, batch_rows=8, group_rows=4, validation_rows=8, device="cuda"),
@@ -122,7 +125,7 @@ def test_prefetched_batches_are_pinned_and_the_same(tmp_path: Path) -> None:
 
 def test_training_in_bfloat16_with_flex(tmp_path: Path) -> None:
     prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
-    base = Config(
+    base = RunConfig(
         model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),
         data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
         train=TrainConfig(steps=40, batch_rows=8, group_rows=4, lr=3e-3, warmup_steps=4, validation_rows=8),
@@ -138,7 +141,7 @@ def test_sharding_on_one_gpu_changes_no_loss(tmp_path: Path, monkeypatch: pytest
     """All of FSDP2 but its partners: gathering in bfloat16, flex masks through its hooks, sums in fp32, one rank."""
     prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
     train = TrainConfig(steps=6, batch_rows=8, group_rows=4, lr=3e-3, warmup_steps=2, validation_rows=6, device="cuda")
-    config = Config(
+    config = RunConfig(
         model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),
         data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
         train=replace(train, dtype="bfloat16"),
@@ -165,7 +168,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     """100 M parameters: copying the state holds training up for less than writing it would."""
     prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
     run = loop.setup(
-        Config(
+        RunConfig(
             model=ModelConfig(dim=1024, layers=8, heads=8, kv_heads=8, head_dim=128, ffn_dim=3072),
             data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
             train=TrainConfig(steps=20, batch_rows=8, group_rows=8, device="cuda", dtype="bfloat16"),
@@ -243,7 +246,7 @@ def test_compiled_layers_equal_eager_ones(name: str) -> None:
 def test_a_run_on_the_gpu_goes_on_where_it_was(tmp_path: Path) -> None:
     """The fused optimizer keeps its count of steps on the device; a resumed run must put it there."""
     prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
-    config = Config(
+    config = RunConfig(
         model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn_dim=128),
         data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
         train=TrainConfig(

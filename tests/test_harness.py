@@ -17,13 +17,15 @@ import pytest
 import torch
 
 from freda.cli import run
-from freda.config import DecodeConfig, MethodConfig, ModelConfig
 from freda.data.tokenizer import train_tokenizer
+from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
 from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
 from freda.eval.tasks import TASKS, gsm8k
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel, save_model
 from tests.benchmarks import write_lines, written

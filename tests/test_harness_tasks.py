@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from freda.config import DecodeConfig, MethodConfig
+from freda.decode.config import DecodeConfig
 from freda.eval import harness
 from freda.eval.harness import Answerer, run_task
 from freda.eval.harness_tasks import HARNESS_TASKS
 from freda.eval.tasks import TASKS, gsm8k
+from freda.methods.config import MethodConfig
 from tests.benchmarks import written
 
 pytest.importorskip("lm_eval")
@@ -30,7 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Oracle(Answerer):
-    """Says what the test wants; `answer` makes a text, or a letter to prefer, of a question's number."""
+    """Says what the test limits; `answer` makes a text, or a letter to prefer, of a question's number."""
 
     answer: Callable[[int], str]
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.config import MethodConfig
 from freda.decode.generate import Request, generate
 from freda.errors import FredaError
 from freda.eval import likelihood
 from freda.eval.likelihood import Scored, choice_log_probs, log_likelihood
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel

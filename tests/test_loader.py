@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freda.config import CorpusConfig
+from freda.data.config import CorpusConfig
 from freda.data.loader import Batch, Loader, Prefetcher, rank_rows
 from freda.data.prepare import prepare_corpus
 from freda.data.shards import Documents, Manifest, ShardWriter, SplitInfo

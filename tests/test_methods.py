@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from freda.config import MethodConfig
 from freda.data.loader import Batch
 from freda.decode.generate import Request, generate
 from freda.methods import METHODS, autoregressive, block_diffusion, self_refine
+from freda.methods.config import MethodConfig
 from freda.methods.draft import clean_half, draft_logits, label_loss, soft_embedding
 from freda.methods.method import Step
 from freda.model.attention import make_mask

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from freda.config import Config, DocumentsConfig, MiniConfig, PrepareConfig, SourceConfig
 from freda.data import mini, mini_code, mini_math
+from freda.data.config import DocumentsConfig, MiniConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.documents import Document, read
 from freda.data.generators import GENERATORS
 from freda.data.mini_item import Item
@@ -43,7 +43,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of shards of all three kinds."""
     out = tmp_path_factory.mktemp("mini") / "data"
     sources = {kind: SourceConfig(kind=kind) for kind in KINDS}
-    prepare(Config(mini=PLAIN, prepare=PrepareConfig(vocab_size=2048, parts=2), source=sources), out)
+    prepare(PrepareFile(mini=PLAIN, prepare=PrepareConfig(vocab_size=2048, parts=2), source=sources), out)
     return out
 
 
@@ -101,7 +101,7 @@ def test_worlds_are_the_same_however_they_are_told() -> None:
 
 def test_the_same_items_in_every_process() -> None:
     code = (
-        "import hashlib; from freda.config import MiniConfig; from freda.data import mini\n"
+        "import hashlib; from freda.data.config import MiniConfig; from freda.data import mini\n"
         "made = [tuple(mini.item(kind, MiniConfig(), split, n)) for kind in mini.KINDS\n"
         "        for split in ('train', 'validation', 'test') for n in range(40)]\n"
         "print(hashlib.sha256(repr(made).encode()).hexdigest())"
@@ -268,7 +268,7 @@ def test_wordings_vary_and_solutions_do_not() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_make_the_whole(kind: mini.MiniKind) -> None:
-    config, settings = DocumentsConfig(kind=kind), Config(mini=PLAIN)
+    config, settings = DocumentsConfig(kind=kind), PrepareFile(mini=PLAIN)
     whole = list(read(config, Path(), settings))
     parts = [list(read(config, Path(), settings, part=part, parts=3)) for part in range(3)]
     assert [one for row in itertools.zip_longest(*parts) for one in row if one is not None] == whole
@@ -278,7 +278,7 @@ def test_parts_make_the_whole(kind: mini.MiniKind) -> None:
 
 
 def test_every_made_kind_has_its_generator() -> None:
-    from freda.config import MADE
+    from freda.data.config import MADE
 
     assert tuple(GENERATORS) == MADE
 

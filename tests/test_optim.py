@@ -14,19 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
+from freda.methods.config import MethodConfig
 from freda.model import kernels
+from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 from freda.model.weights import load_model
 from freda.train import loop, setup
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import adamw_rates, clip_and_update, make_optimizer, total_norm
 from freda.train.parallel import Root
 from tests.conftest import tiny_model
 
 KERNEL = """
 import torch
-from freda.model.kernels import adamw
+from freda.train import adamw_kernel as adamw
 from freda.train.optim import adamw_rates
 
 for size, scale in ((5, 1.0), (5000, 0.25)):
@@ -136,11 +139,11 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(shards: Path, init: str = "", **train: object) -> Config:
+def config(shards: Path, init: str = "", **train: object) -> RunConfig:
     """A run in bf16 with one group a step: from the seed, or, from a model, of a scorer with a layer of its own."""
     settings = {"steps": 4, "batch_rows": 2, "group_rows": 2, "lr": 3e-3, "warmup_steps": 1, "log_every": 1, **train}
     shape = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48)
-    return Config(
+    return RunConfig(
         model=ModelConfig() if init else shape,
         data=DataConfig(path=str(shards), seq_len=64),
         method=MethodConfig(name="best-of-n", scorer_layer=True) if init else MethodConfig(),
@@ -236,7 +239,7 @@ def test_when_copies_are_updated(shards: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same losses and weights as with the library's fused update of widened gradients."""
     prepare_corpus(CorpusConfig(problems=300, validation_problems=32), tmp_path / "data")
-    config = Config(
+    config = RunConfig(
         model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, head_dim=64, ffn_dim=128),
         data=DataConfig(path=str(tmp_path / "data"), seq_len=192),
         train=TrainConfig(

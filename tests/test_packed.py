@@ -13,28 +13,33 @@ import pytest
 import torch
 from test_device import PlainMachine
 
-from freda.config import ModelConfig
 from freda.decode.pages import Pages
+from freda.decode.shapes import BlockTable, ForwardShape
 from freda.model import quantize
-from freda.model.cache import Rows, Texts
+from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 
 VOCABULARY, PAGE = 205, 16
 CASES = [
-    ({}, Rows(4, 4, 1), [20, 36], [4, 4]),
-    ({"heads": 4, "kv_heads": 2}, Rows(4, 4, 1), [0], [4]),  # no text yet
+    ({}, ForwardShape(4, 4, 1), [20, 36], [4, 4]),
+    ({"heads": 4, "kv_heads": 2}, ForwardShape(4, 4, 1), [0], [4]),  # no text yet
     (
         {"heads": 4, "kv_heads": 2},
-        Rows(4, 4, 3),
+        ForwardShape(4, 4, 3),
         [0, 100, 28],
         [4, 0, 4],
     ),  # some commit, some do not; three drafts each
-    ({"qk_norm": False, "qkv_bias": True}, Rows(0, 4, 1), [64, 4], [0, 0]),
-    ({}, Rows(1, 1, 0), [63, 5, 130], [1, 1, 1]),  # autoregressive
-    ({"heads": 8, "kv_heads": 1, "head_dim": 128}, Rows(8, 8, 2), [136], [8]),
-    ({}, Rows(4, 4, 1), [244], [4]),  # sixteen chunks of 16 tokens for fifteen parts: of two each, the rest is empty
-    ({"heads": 4, "kv_heads": 2}, Rows(4, 4, 1), list(range(0, 200, 20)), [4] * 10),  # many tokens
-    ({"kv_heads": 2}, Rows(4, 4, 2), [0, 36], [0, 4]),  # every head has its own keys
+    ({"qk_norm": False, "qkv_bias": True}, ForwardShape(0, 4, 1), [64, 4], [0, 0]),
+    ({}, ForwardShape(1, 1, 0), [63, 5, 130], [1, 1, 1]),  # autoregressive
+    ({"heads": 8, "kv_heads": 1, "head_dim": 128}, ForwardShape(8, 8, 2), [136], [8]),
+    (
+        {},
+        ForwardShape(4, 4, 1),
+        [244],
+        [4],
+    ),  # sixteen chunks of 16 tokens for fifteen parts: of two each, the rest is empty
+    ({"heads": 4, "kv_heads": 2}, ForwardShape(4, 4, 1), list(range(0, 200, 20)), [4] * 10),  # many tokens
+    ({"kv_heads": 2}, ForwardShape(4, 4, 2), [0, 36], [0, 4]),  # every head has its own keys
 ]
 
 
@@ -56,8 +61,8 @@ def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, w
 
     With int8, the Transformer has the weights that the int8 ones stand for. `whole`: texts are not cut into parts.
     """
+    from freda.decode.kernels import pages, pick
     from freda.decode.packed import PackedModel, fits
-    from freda.model.kernels import pages, pick
 
     shape, rows, stored, pending = CASES[case]
     usual, chunk = pages.cut_for, {"chunk": 16} if case % 2 else {}
@@ -80,7 +85,9 @@ def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, w
             part.copy_(torch.randn(part.shape, generator=generator))
             other.copy_(part)
     numbers = torch.randperm(count * width, generator=generator).view(count, width)
-    texts = Texts(*(torch.as_tensor(part, dtype=torch.int32, device=device) for part in (numbers, stored, pending)))
+    texts = BlockTable(
+        *(torch.as_tensor(part, dtype=torch.int32, device=device) for part in (numbers, stored, pending))
+    )
     ids = torch.randint(0, model.blank_id, (count, rows.tokens), generator=generator)
     alpha = torch.rand(count, rows.tokens, generator=generator)
     alpha[:, : rows.commit] = 1
@@ -131,7 +138,7 @@ def compare_prefill(device: str, dtype: torch.dtype, **shape: Any) -> float:
 
 def check_picks() -> None:
     """Of equal logits the lowest ids count, within a tile and across them; of what is no number, some id, unsound."""
-    from freda.model.kernels import pick
+    from freda.decode.kernels import pick
 
     logits = torch.zeros(3, 205)
     logits[1, [70, 150]], logits[2] = 5.0, float("nan")

@@ -19,15 +19,18 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from freda import config as configs
-from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.config import CorpusConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.errors import AgreedError, FredaError
 from freda.methods import best_of_n
+from freda.methods.config import MethodConfig
 from freda.methods.method import Step
+from freda.model.config import ModelConfig
 from freda.model.weights import load_model
 from freda.train import checkpoint, loop
+from freda.train import config as configs
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
 from tests.ranks import run_ranks
 
@@ -36,7 +39,7 @@ TOLERANCE = {"rel": 5e-6, "abs": 5e-6}  # fp32 sums in another order, through si
 STEPS = 6
 
 
-def config(folder: Path, name: str, **train: object) -> Config:
+def config(folder: Path, name: str, **train: object) -> RunConfig:
     """A run of a method; the scorer's start from the base that the tests have made."""
     scores = name.startswith("best-of-n")
     shape = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_dim=48, tied=name != "block-diffusion")
@@ -48,7 +51,7 @@ def config(folder: Path, name: str, **train: object) -> Config:
     settings |= {"reshard": name != "autoregressive", "init": base if scores else ""}
     method = MethodConfig(name="best-of-n" if scores else name, scorer_layer=name.endswith("layer"))  # type: ignore[arg-type]
     method = replace(method, negatives="beam", num_negatives=15) if beam else method
-    return Config(
+    return RunConfig(
         model=ModelConfig() if scores else shape,
         data=DataConfig(path=str(folder / "data"), seq_len=64),
         method=method,
@@ -56,7 +59,7 @@ def config(folder: Path, name: str, **train: object) -> Config:
     )
 
 
-def whole_rows(folder: Path) -> Config:
+def whole_rows(folder: Path) -> RunConfig:
     """A run whose rows are mostly of one document, which attend without a mask."""
     settings = config(folder, "self-refine", attention="staircase")
     return replace(settings, model=replace(settings.model, head_dim=64))
@@ -126,7 +129,7 @@ def _share(ranks: Ranks, folder: Path) -> tuple[float, int]:
     return share, sum(isinstance(module, FSDPModule) for module in run.root.modules())
 
 
-def _message(settings: Config, ranks: Ranks) -> str:
+def _message(settings: RunConfig, ranks: Ranks) -> str:
     with pytest.raises(AgreedError) as caught:
         loop.setup(settings, None, ranks)
     return str(caught.value)

@@ -13,14 +13,15 @@ import pytest
 import torch
 from conftest import packed_batch, tiny_model
 
-from freda import config as configs
 from freda.cli import run
-from freda.config import Config, MethodConfig, TrainConfig
 from freda.errors import FredaError
+from freda.methods.config import MethodConfig
 from freda.model.masks import clean_tokens, concat, dense, draft_tokens
 from freda.model.scorer import Scorer
 from freda.model.shapes import SHAPES, all_parameters, head_parameters, layer_parameters
 from freda.model.transformer import Transformer
+from freda.train import config as configs
+from freda.train.config import RunConfig, TrainConfig
 from freda.train.flops import counted, step_flops, visible_pairs
 from freda.train.optim import clip_and_update, make_optimizer
 from freda.train.plan import memory, plan_lines
@@ -93,7 +94,7 @@ def test_the_recipes_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plans(tmp_path: Path) -> None:
-    config = Config(train=TrainConfig(batch_rows=8, group_rows=8, steps=10), model=SHAPES["tiny"])
+    config = RunConfig(train=TrainConfig(batch_rows=8, group_rows=8, steps=10), model=SHAPES["tiny"])
     one, two = (memory(config, SHAPES["tiny"], gpus) for gpus in (1, 2))
     assert two["states"] * 2 == one["states"] == 16 * all_parameters(SHAPES["tiny"])
     assert two["activations"] * 2 == one["activations"] and one["in all"] == one["states"] + one["activations"]
@@ -111,7 +112,7 @@ def test_plans(tmp_path: Path) -> None:
     ):
         with pytest.raises(FredaError, match=message):
             plan_lines(config, **{"gpus": 1, "tflops": 1.0, **arguments})  # type: ignore[arg-type]
-    missing = Config(train=TrainConfig(init=str(tmp_path / "nowhere")))
+    missing = RunConfig(train=TrainConfig(init=str(tmp_path / "nowhere")))
     with pytest.raises(FredaError, match="or name the shape to plan with: --shape"):
         plan_lines(missing, gpus=1, tflops=1.0)
 
@@ -156,7 +157,7 @@ def test_metrics_as_flat_numbers() -> None:
 
 def test_tensorboard_files(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    (track,) = make_trackers(Config(train=TrainConfig(tensorboard=True)), tmp_path)
+    (track,) = make_trackers(RunConfig(train=TrainConfig(tensorboard=True)), tmp_path)
     track(3, dict(scalars(LINE)))
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -167,11 +168,11 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     said: list[Any] = []
     log = SimpleNamespace(log=lambda numbers, step: said.append((step, numbers)))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **values: said.append(values) or log))
-    (track,) = make_trackers(Config(train=TrainConfig(wandb="mine")), tmp_path / "run")
+    (track,) = make_trackers(RunConfig(train=TrainConfig(wandb="mine")), tmp_path / "run")
     track(3, {"loss": 1.5})
     assert said[0]["project"] == "mine" and (said[0]["id"], said[0]["resume"]) == ("run", "allow")
     assert json.dumps(said[0]["config"]) and said[1] == (3, {"loss": 1.5})
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(FredaError, match=r"needs the package 'wandb'.*pip install 'freda\[track\]'"):
-        make_trackers(Config(train=TrainConfig(wandb="mine")), tmp_path / "run")
-    assert make_trackers(Config(), tmp_path) == []
+        make_trackers(RunConfig(train=TrainConfig(wandb="mine")), tmp_path / "run")
+    assert make_trackers(RunConfig(), tmp_path) == []

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from freda.config import Config, CorpusConfig, DocumentsConfig, PrepareConfig, SourceConfig, load
 from freda.data import tasks
+from freda.data.config import CorpusConfig, DocumentsConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.estimate import duration, estimate, plan_lines
 from freda.data.prepare import budgets, next_wave, prepare, prepare_corpus, with_revisions
 from freda.data.shards import Documents, Manifest, ShardInfo
@@ -27,6 +27,7 @@ from freda.data.synthetic import problems_of
 from freda.data.tasks import Outcome, Task, Worker
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.errors import FredaError
+from freda.train.config import load
 
 ROOT = Path(__file__).parent.parent
 WORDS = [
@@ -70,10 +71,10 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def mixture(**settings: Any) -> Config:
+def mixture(**settings: Any) -> PrepareFile:
     values = {"vocab_size": 300, "parts": 3, "validation_share": 0.1, **settings}
     sources = {"one": SourceConfig(path="one.jsonl", share=3.0), "two": SourceConfig(path="two.jsonl", share=1.0)}
-    return Config(prepare=PrepareConfig(**values), source=sources)
+    return PrepareFile(prepare=PrepareConfig(**values), source=sources)
 
 
 def texts(folder: Path, split: str = "train") -> list[str]:
@@ -270,7 +271,7 @@ def test_tokens_of_datatrove_become_shards(root: Path) -> None:
     ids = [token for body in bodies for token in [*body, tokenizer.eos_id]]
     np.array(ids, "<u4").tofile(root / "a.ds")
     np.cumsum([len(body) + 1 for body in bodies]).astype("<u8").tofile(root / "a.ds.index")
-    config = Config(
+    config = PrepareFile(
         prepare=PrepareConfig(tokenizer="tokenizer", parts=1, validation_share=0.0),
         source={"ready": SourceConfig(kind="datatrove", path="a.ds")},
     )
@@ -376,7 +377,7 @@ def test_a_source_that_changed_meanwhile_is_read_again(root: Path, monkeypatch: 
     assert any("omega" in text for text in texts(root / "out"))
 
 
-def interrupted(config: Config, out: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted(config: PrepareFile, out: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the end."""
 
     def stop(*_: object) -> Manifest:
@@ -421,7 +422,7 @@ def test_a_new_tokenizer_is_learned_when_what_it_is_learned_from_changes(
     prepare(mixture(), root / "broken", root=root)
 
 
-def with_exam(root: Path, question: str) -> Config:
+def with_exam(root: Path, question: str) -> PrepareFile:
     (root / "exam.jsonl").write_text(json.dumps({"question": question}))
     exam = DocumentsConfig(path="exam.jsonl", field="question")
     return dataclasses.replace(mixture(), benchmark={"exam": exam})
@@ -482,7 +483,7 @@ def test_a_part_goes_on_where_it_was(root: Path) -> None:
     generator = random.Random(3)
     lines = [json.dumps({"text": f"{n} " + sentence(generator, 1 if n % 3 == 0 else 40)}) for n in range(60)]
     (root / "two.jsonl").write_text("\n".join(lines))
-    config = Config(
+    config = PrepareFile(
         prepare=PrepareConfig(vocab_size=300, parts=3, validation_share=0.0, tokens=2400),
         source={"two": SourceConfig(path="two.jsonl")},
     )
@@ -543,14 +544,14 @@ def test_datasets_of_the_hub_are_pinned(root: Path, monkeypatch: pytest.MonkeyPa
         return "abc123"
 
     monkeypatch.setattr("freda.data.prepare.newest_commit", newest)
-    config = Config(source={"web": SourceConfig(kind="huggingface", path="some/dataset")})
+    config = PrepareFile(source={"web": SourceConfig(kind="huggingface", path="some/dataset")})
     (root / "out" / tasks.WORK).mkdir(parents=True)
     assert with_revisions(config, root / "out").source["web"].revision == "abc123"
     assert with_revisions(config, root / "out").source["web"].revision == "abc123"
     assert asked == ["some/dataset"], "a run that goes on asks once"
     known = {"source.web": {"revision": "old"}}
     assert with_revisions(config, root / "nowhere", known=known).source["web"].revision == "old"
-    local = Config(source={"web": SourceConfig(kind="huggingface", path=str(root))})
+    local = PrepareFile(source={"web": SourceConfig(kind="huggingface", path=str(root))})
     assert with_revisions(local, root / "out").source["web"].revision == ""
 
 
@@ -622,7 +623,7 @@ def test_the_plan_is_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lines = [json.dumps({"text": sentence(random.Random(n), 40), "url": "u" * 1500}) for n in range(600)]
     (tmp_path / "one.jsonl").write_text("\n".join(lines))
     source = {"one": SourceConfig(path="one.jsonl")}
-    config = Config(prepare=PrepareConfig(vocab_size=300, validation_share=0.0), source=source)
+    config = PrepareFile(prepare=PrepareConfig(vocab_size=300, validation_share=0.0), source=source)
     whole = prepare(config, tmp_path / "out", root=tmp_path).splits["train"].tokens
     monkeypatch.setattr("freda.data.estimate.PROBED", 20_000)
     found = estimate(config, tmp_path)[0][0]

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from freda.cli import run
-from freda.config import MethodConfig, ModelConfig
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.quantize import SCALE, packed, unpacked
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer

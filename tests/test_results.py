@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from freda.cli import run
-from freda.config import CorpusConfig, DecodeConfig
+from freda.data.config import CorpusConfig
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
+from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
-from freda.eval.compare import compare
 from freda.eval.evaluate import evaluate, fingerprint
-from freda.eval.folder import held, read_samples
+from freda.eval.folder import read_samples
+from freda.eval.report.compare import compare
 from freda.eval.tasks import TASKS, gpqa, humaneval, math500, mbpp, mmlu, sums
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows
+from freda.files import locked
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
 from tests.conftest import answering_model
@@ -100,7 +102,7 @@ def test_another_model_dtype_setting_or_version_is_refused(
 
 
 def test_two_evaluations_cannot_share_a_folder(loaded: LoadedModel, asked: list[Example], tmp_path: Path) -> None:
-    with held(tmp_path / "out"), pytest.raises(FredaError, match="another process evaluates into"):
+    with locked(tmp_path / "out"), pytest.raises(FredaError, match="another process evaluates into"):
         evaluate(loaded, sums, asked, tmp_path / "out", settings=SHORT)
     assert evaluate(loaded, sums, asked, tmp_path / "out", settings=SHORT)["n"] == 5
 

@@ -18,16 +18,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.data.tokenizer import Tokenizer
 from freda.errors import AgreedError, FredaError
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.quantize import SCALE, quantize_model
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.model.weights import SCORER_FILE, load_model, save_model
 from freda.train import loop
 from freda.train import setup as starting
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
 from tests.ranks import run_ranks
 
@@ -45,11 +48,11 @@ def scored(case: str) -> bool:
     return case != "seed"
 
 
-def config(folder: Path, case: str) -> Config:
+def config(folder: Path, case: str) -> RunConfig:
     scores = scored(case)
     init = {"seed": "", "new-scorer": "plain", "resumed": "plain"}.get(case, case)
     train = TrainConfig(steps=2, batch_rows=6, group_rows=6, save_every=2, seed=SEED, lr=1e-2, warmup_steps=1)
-    return Config(
+    return RunConfig(
         model=ModelConfig() if scores else SHAPE,
         data=DataConfig(path=str(folder / "data"), seq_len=32),
         method=MethodConfig(name="best-of-n" if scores else "self-refine", scorer_layer=scores),

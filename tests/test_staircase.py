@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.config import MethodConfig
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
 from freda.methods.draft import _is_staircase, clean_mask, draft_mask
 from freda.methods.method import Step
 from freda.model import masks, staircase

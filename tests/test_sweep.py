@@ -12,19 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from freda import config as configs
 from freda.cli import run
-from freda.config import CorpusConfig, MethodConfig, SweepConfig, SweepFile, SystemConfig
+from freda.data.config import CorpusConfig
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.errors import FredaError
+from freda.eval import config as configs
 from freda.eval import sweep as sweeps
+from freda.eval.config import SweepConfig, SweepFile, SystemConfig
 from freda.eval.run import solution_batch, teacher_forced
 from freda.eval.stability import stability
 from freda.eval.sweep import NEVER, Setting, passes_settings, read_sweep, run_sweep, settings_of
 from freda.eval.tasks import load_examples, mmlu, sums
 from freda.eval.tasks.task import Example, checksum
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
 from freda.model.weights import LoadedModel, save_model
 from tests.conftest import answering_model

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from freda.config import SweepConfig, SystemConfig
-from freda.eval import published
-from freda.eval.figures import draw, look_of, passes_figure
-from freda.eval.sweep import NEVER, Point, Setting, settings_of
-from freda.eval.tables import (
+from freda.eval.config import SweepConfig, SystemConfig
+from freda.eval.report import published
+from freda.eval.report.figures import draw, look_of, passes_figure
+from freda.eval.report.tables import (
     TABLES,
     Score,
     Sweep,
@@ -32,6 +31,7 @@ from freda.eval.tables import (
     tau_table,
     width_table,
 )
+from freda.eval.sweep import NEVER, Point, Setting, settings_of
 from freda.methods import METHODS
 
 SYSTEM = SystemConfig(models=("x",))

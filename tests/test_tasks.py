@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from freda.cli import run
-from freda.config import CorpusConfig, DecodeConfig, MiniConfig
+from freda.data.config import CorpusConfig, MiniConfig
 from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
+from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
 from freda.eval.sandbox import Verdict

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.config import MethodConfig, ModelConfig
 from freda.data.loader import Batch
 from freda.methods import self_refine
+from freda.methods.config import MethodConfig
 from freda.methods.draft import clean_half, label_loss, start
 from freda.methods.method import Step
+from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 
 SYMBOLS, SIZE = 3, 2

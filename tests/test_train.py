@@ -17,13 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from freda import config as configs
-from freda.config import Config, CorpusConfig, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.data.config import CorpusConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.weights import load_model
 from freda.train import checkpoint, loop
+from freda.train import config as configs
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import learning_rate, make_optimizer, pass_numbers
 from freda.train.parallel import Ranks
 from tests.conftest import tiny_model
@@ -36,9 +39,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(shards: Path, name: str = "self-refine", **train: object) -> Config:
+def config(shards: Path, name: str = "self-refine", **train: object) -> RunConfig:
     settings = {"steps": 6, "batch_rows": 4, "group_rows": 2, "lr": 1e-3, "warmup_steps": 2, "log_every": 1, **train}
-    return Config(
+    return RunConfig(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(shards), seq_len=96),
         method=MethodConfig(name=name),  # type: ignore[arg-type]
@@ -51,7 +54,7 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
-def start(folder: Path, settings: Config) -> loop.Result:
+def start(folder: Path, settings: RunConfig) -> loop.Result:
     return loop.train(settings, folder)
 
 
@@ -67,7 +70,7 @@ def test_resume_gives_the_very_losses_of_an_uninterrupted_run(name: str, shards:
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-def _train_until(settings: Config, folder: Path, step: int) -> None:
+def _train_until(settings: RunConfig, folder: Path, step: int) -> None:
     """Train and crash in the middle of a later step, after the checkpoint of `step`."""
     take = loop.take_step
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.config import ModelConfig
 from freda.model import masks
 from freda.model.attention import make_mask
+from freda.model.config import ModelConfig
 from freda.model.masks import Tokens
 from freda.model.transformer import KeysValues, Transformer
 

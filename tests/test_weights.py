@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from freda.config import MethodConfig, ModelConfig
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
 from freda.errors import FredaError
+from freda.methods.config import MethodConfig
 from freda.model import masks
 from freda.model.attention import make_mask
+from freda.model.config import ModelConfig
 from freda.model.convert import convert
 from freda.model.folders import resolve_model_folder
 from freda.model.gguf import SPLITS

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from freda import config as configs
 from freda.data.shards import Manifest
 from freda.errors import FredaError, require
 from freda.model.weights import load_model, written_beside
+from freda.train import config as configs
 
 MOST_BYTES, MOST_LOSS = 25_000_000, 0.005
 TASKS = {"mini_math": "mathematics", "mini_code": "code", "mini_logic": "logic"}
@@ -78,7 +78,7 @@ def results(evals: Path, kind: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def stages(run: Path) -> list[configs.Config]:
+def stages(run: Path) -> list[configs.RunConfig]:
     """The trainings that led to a run, the first one first."""
     path = run / "config.toml"
     require(path.is_file(), f"{run} is no run folder: it has no config.toml")
@@ -89,7 +89,7 @@ def stages(run: Path) -> list[configs.Config]:
     return [*stages(beside if beside.is_dir() else Path(config.train.init)), config]
 
 
-def stage_line(number: int, config: configs.Config) -> str:
+def stage_line(number: int, config: configs.RunConfig) -> str:
     """One training in words."""
     tokens = config.train.steps * config.train.batch_rows * config.data.seq_len
     what = f"{config.train.steps:,} steps, {tokens / 1e6:.1f} M tokens"

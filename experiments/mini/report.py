@@ -16,8 +16,7 @@ from pathlib import Path
 from freda.data.tokenizer import Tokenizer
 from freda.errors import require
 from freda.eval.command import draw_sweep
-from freda.eval.sweep import Setting, read_sweep
-from freda.eval.tables import (
+from freda.eval.report.tables import (
     OVERALL,
     Cell,
     Sweep,
@@ -30,6 +29,7 @@ from freda.eval.tables import (
     width_table,
     with_error,
 )
+from freda.eval.sweep import Setting, read_sweep
 from freda.eval.tasks import load_examples, tasks_named
 from freda.eval.tasks.task import Example, checksum
 

@@ -30,11 +30,11 @@ def bench_data(
     set_: Settings = [],  # noqa: B006
 ) -> None:
     """Documents to shards: tokens per second of one core, beside the tokenizer libraries alone."""
-    from freda import config as configs
     from freda.bench.data import bench_data as measure
     from freda.bench.data import table_lines
+    from freda.data.config import load_prepare
 
-    found = measure(configs.load(config, set_), data, megabytes)
+    found = measure(load_prepare(config, set_), data, megabytes)
     print(json.dumps(found) if as_json else "\n".join(table_lines(found)))
 
 

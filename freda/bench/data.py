@@ -20,7 +20,7 @@ from typing import Any
 
 import tokenizers
 
-from freda.config import Config, DecontaminateConfig, PrepareConfig, SourceConfig
+from freda.data.config import DecontaminateConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.decontaminate import Index
 from freda.data.documents import Document, is_unicode, read
 from freda.data.encode import Encoder, make_encoder
@@ -31,7 +31,7 @@ from freda.errors import require
 REPEATS = 3  # of every measurement; the best counts, the others were disturbed
 
 
-def bench_data(config: Config, root: Path, megabytes: float) -> dict[str, Any]:
+def bench_data(config: PrepareFile, root: Path, megabytes: float) -> dict[str, Any]:
     """Measure everything on the first `megabytes` of the config's sources, taken in turn."""
     require(bool(config.prepare.tokenizer), "prepare.tokenizer is empty; name the tokenizer to measure with")
     require(bool(config.source), "the config names no source; give one with [source.NAME] sections")
@@ -65,7 +65,7 @@ def _tiktoken_alone(encoder: Encoder, texts: Sequence[str]) -> None:
         encoder.tiktoken.encode_ordinary(text)
 
 
-def _texts(config: Config, root: Path, megabytes: float) -> list[str]:
+def _texts(config: PrepareFile, root: Path, megabytes: float) -> list[str]:
     """Documents of all sources in turn, until there is enough."""
     streams = [read(source, root, config) for source in config.source.values()]
     texts, size = list[str](), 0
@@ -94,7 +94,7 @@ def _best(run: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def _end_to_end(config: Config, root: Path, texts: Sequence[str], encoder: Encoder) -> list[dict[str, Any]]:
+def _end_to_end(config: PrepareFile, root: Path, texts: Sequence[str], encoder: Encoder) -> list[dict[str, Any]]:
     """Whole runs of `prepare`, with and without decontamination, and on a tenth of the text for its memory."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -108,7 +108,7 @@ def _end_to_end(config: Config, root: Path, texts: Sequence[str], encoder: Encod
                 continue
             lines = (json.dumps({"text": text}) for text in some)
             (folder / "texts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            own = Config(
+            own = PrepareFile(
                 prepare=PrepareConfig(
                     tokenizer=str((root / config.prepare.tokenizer).absolute()), eos=config.prepare.eos, parts=1
                 ),
@@ -121,12 +121,12 @@ def _end_to_end(config: Config, root: Path, texts: Sequence[str], encoder: Encod
     return rows
 
 
-def _in_own_process(config: Config, root: Path, out: Path) -> tuple[float, float]:
+def _in_own_process(config: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_run_task, config, root, out).result()
 
 
-def _run_task(config: Config, root: Path, out: Path) -> tuple[float, float]:
+def _run_task(config: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
     """Best time of the one task, without building the tools that all tasks share, and the peak memory in MB."""
     named_tokenizer(config, root).save(out / WORK)
     worker = Worker(config, root, out)

@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 import torch
 
 from freda.bench import hugging_face
-from freda.config import MethodConfig
+from freda.bench.rates import about, copy_rate, kernel_times, matmul_rate
 from freda.data.tokenizer import Tokenizer
 from freda.decode.batch import Request
+from freda.decode.config import EngineConfig
 from freda.decode.device import BUCKETS, LONG
-from freda.decode.engine import Engine, EngineConfig
+from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.errors import require
 from freda.methods import METHODS
-from freda.model.rates import about, copy_rate, kernel_times, matmul_rate
+from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
 from freda.model.shapes import QWEN3_BLANK, SHAPES, layer_parameters
 from freda.model.transformer import Transformer, pick_device

@@ -16,21 +16,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from freda.config import Config, DataConfig, MethodConfig, ModelConfig, TrainConfig
+from freda.bench.rates import about, kernel_times, matmul_rate, seconds
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
 from freda.methods.draft import CleanHalf, clean_half, clean_mask, draft_mask
 from freda.methods.method import Step
 from freda.methods.self_refine import initial_draft, refine
 from freda.model import head
 from freda.model.attention import attend, pick_backend
-from freda.model.rates import about, kernel_times, matmul_rate, seconds
+from freda.model.config import ModelConfig
 from freda.model.shapes import QWEN3_BLANK, SHAPES
 from freda.model.transformer import Transformer, pick_device
 from freda.model.weights import DTYPES
 from freda.train import loop
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.flops import step_flops, visible_pairs
 from freda.train.optim import clip_and_update, make_optimizer, total_norm
 from freda.train.parallel import Root
@@ -139,7 +141,7 @@ def make_run(load: Load, device: torch.device, dtype: torch.dtype, *, compiled: 
     if compiled if compiled is not None else device.type == "cuda":
         compile_layers(model, load.activations)
     name = next(name for name, kind in DTYPES.items() if kind == dtype)
-    config = Config(
+    config = RunConfig(
         model=load.shape,
         data=DataConfig(seq_len=load.seq_len),
         method=load.method,

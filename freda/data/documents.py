@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.config import Config, DocumentsConfig, MadeKind
+from freda.data.config import DocumentsConfig, MadeKind, PrepareFile
 from freda.data.files import File, find, open_file, told_if_cut_short
 from freda.data.generators import GENERATORS, made
 from freda.errors import FredaError
@@ -55,7 +55,7 @@ Pending = Callable[[], Record]  # a record not yet parsed: what belongs to other
 def read(
     config: DocumentsConfig,
     root: Path,
-    settings: Config,
+    settings: PrepareFile,
     *,
     part: int = 0,
     parts: int = 1,
@@ -274,7 +274,7 @@ def newest_commit(dataset: str) -> str:
         raise FredaError(f"cannot find the dataset {dataset} on the Hub ({error}); set its revision, or path") from None
 
 
-def _made(kind: MadeKind, settings: Config, part: int, parts: int) -> Iterator[Document]:
+def _made(kind: MadeKind, settings: PrepareFile, part: int, parts: int) -> Iterator[Document]:
     for split, number, text in made(kind, settings, part, parts):
         yield Document(f"{kind} {number} of {split}", text, split=split)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from freda.config import MADE, Config, SourceConfig
+from freda.data.config import MADE, PrepareFile, SourceConfig
 from freda.data.documents import Document, read, rows_of
 from freda.data.files import COMPRESSED, File, find
 from freda.data.prepare import budgets, named_tokenizer, with_sources
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
     tokens_per_second: float  # of one process
 
 
-def estimate(config: Config, root: Path) -> tuple[list[Estimate], Tools]:
+def estimate(config: PrepareFile, root: Path) -> tuple[list[Estimate], Tools]:
     """All sources, and the tools that the run would use."""
     config = with_sources(config)
     if config.prepare.tokenizer:
@@ -44,7 +44,7 @@ def estimate(config: Config, root: Path) -> tuple[list[Estimate], Tools]:
     return [_estimate(name, source, config, root, tools) for name, source in config.source.items()], tools
 
 
-def _estimate(name: str, source: SourceConfig, config: Config, root: Path, tools: Tools) -> Estimate:
+def _estimate(name: str, source: SourceConfig, config: PrepareFile, root: Path, tools: Tools) -> Estimate:
     """Probe one source: what a task would do with its first records, and write nowhere."""
     tally, align = Tally(tools, config, name, part=0), config.prepare.align
     begun, size, stored, tokens, records, whole = time.perf_counter(), 0, 0, 0, 0, True
@@ -79,7 +79,7 @@ def _unpacked_size(file: File) -> int:
     return file.path.stat().st_size * (UNPACKED if file.path.name.endswith(COMPRESSED) else 1)
 
 
-def plan_lines(config: Config, root: Path, workers: int) -> list[str]:
+def plan_lines(config: PrepareFile, root: Path, workers: int) -> list[str]:
     """The plan as text."""
     found, tools = estimate(config, root)
     lines = [

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from freda.config import DocumentsConfig
+from freda.data.config import DocumentsConfig
 from freda.errors import FredaError
 
 SUFFIXES = {  # what a folder or archive is searched for, before .gz and the like

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from freda.config import Config, CorpusConfig, MadeKind, MiniConfig
 from freda.data import mini, synthetic
+from freda.data.config import CorpusConfig, MadeKind, MiniConfig, PrepareFile
 from freda.data.shards import Manifest
 from freda.data.synthetic import Split
 from freda.errors import FredaError
@@ -54,13 +54,13 @@ GENERATORS: dict[MadeKind, Generator] = {
 }
 
 
-def made(kind: MadeKind, config: Config, part: int, parts: int) -> Made:
+def made(kind: MadeKind, config: PrepareFile, part: int, parts: int) -> Made:
     """One part of a source of that kind."""
     generator = GENERATORS[kind]
     return generator.documents(getattr(config, generator.section), part, parts)
 
 
-def described(config: Config) -> dict[str, dict[str, Any]]:
+def described(config: PrepareFile) -> dict[str, dict[str, Any]]:
     """The sections that the config's sources are made from, each with the version of its generator."""
     used = [GENERATORS[source.kind] for source in config.source.values() if source.kind in GENERATORS]
     return {

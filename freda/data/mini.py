@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
-from freda.config import MiniConfig
 from freda.data import mini_code, mini_logic, mini_math
+from freda.data.config import MiniConfig
 from freda.data.mini_item import Item
 from freda.data.synthetic import PATIENCE, Split, split_of
 from freda.errors import FredaError

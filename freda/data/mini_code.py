@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from freda.config import MiniConfig
+from freda.data.config import MiniConfig
 from freda.data.mini_item import Item
 from freda.data.synthetic import between, pick
 

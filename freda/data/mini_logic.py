@@ -24,7 +24,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-from freda.config import MiniConfig
+from freda.data.config import MiniConfig
 from freda.data.mini_item import Item
 from freda.data.mini_math import PEOPLE
 from freda.data.synthetic import between, pick

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from typing import Literal, NamedTuple
 
-from freda.config import MiniConfig
+from freda.data.config import MiniConfig
 from freda.data.mini_item import Item
 from freda.data.synthetic import ANSWER, LEAST, Person, between, pick
 from freda.data.synthetic import PEOPLE as FIRST_PEOPLE

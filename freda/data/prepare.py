@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from freda.config import MADE, Config, CorpusConfig, PrepareConfig, SourceConfig
+from freda.data.config import MADE, CorpusConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.documents import Document, is_unicode, newest_commit, read
 from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo, part_name
 from freda.data.tasks import PATIENCE, WORK, Outcome, Task, Worker, description, stamps
@@ -38,10 +38,12 @@ Note = Callable[[str], None]
 
 def prepare_corpus(corpus: CorpusConfig, out: Path) -> Manifest:
     """The embedded word problems alone."""
-    return prepare(Config(corpus=corpus), out)
+    return prepare(PrepareFile(corpus=corpus), out)
 
 
-def prepare(config: Config, out: Path, *, root: Path = Path(), workers: int = 1, note: Note | None = None) -> Manifest:
+def prepare(
+    config: PrepareFile, out: Path, *, root: Path = Path(), workers: int = 1, note: Note | None = None
+) -> Manifest:
     """Write the shards of all sources to the folder `out`, unless they are there already.
 
     With `note`, it says what it does, and on a terminal how far it is.
@@ -66,7 +68,7 @@ def prepare(config: Config, out: Path, *, root: Path = Path(), workers: int = 1,
     return Manifest(description(config, root), 0, 0, 0, "", {})  # another rank writes the true one
 
 
-def with_sources(config: Config) -> Config:
+def with_sources(config: PrepareFile) -> PrepareFile:
     """A config that names no source means the embedded corpus."""
     if config.source:
         return config
@@ -75,7 +77,7 @@ def with_sources(config: Config) -> Config:
     return replace(config, prepare=settings, source={"sums": SourceConfig(kind="sums")})
 
 
-def with_revisions(config: Config, out: Path, known: Mapping[str, Any] | None = None) -> Config:
+def with_revisions(config: PrepareFile, out: Path, known: Mapping[str, Any] | None = None) -> PrepareFile:
     """The config with the commit of every dataset of the Hub that names none, so that a run that is gone on with, or
     repeated, reads the same documents: from `known` (a manifest), from the run's own notes, or the newest."""
     mark = out / WORK / "revisions.json"
@@ -108,7 +110,7 @@ def _encoder_note(worker: Worker) -> str:
 # -- planning --------------------------------------------------------------------------------------------------------
 
 
-def budgets(config: Config) -> dict[str, int]:
+def budgets(config: PrepareFile) -> dict[str, int]:
     """Training tokens of each source; 0 is all, which only `tokens = 0` means, and not a tiny share."""
     tokens, whole = config.prepare.tokens, sum(source.share for source in config.source.values())
     least = 1 if tokens else 0
@@ -138,7 +140,7 @@ def next_wave(
     return [Task(source, part, wave, epoch, skip, want) for part, skip in sorted(live.items())], ""
 
 
-def _all_waves(config: Config, run: Runner) -> dict[str, list[dict[Task, Outcome]]]:
+def _all_waves(config: PrepareFile, run: Runner) -> dict[str, list[dict[Task, Outcome]]]:
     """Run every source to its budget, all sources side by side."""
     wanted, parts = budgets(config), config.prepare.parts
     done: dict[str, list[dict[Task, Outcome]]] = {name: [] for name in config.source}
@@ -178,7 +180,7 @@ def _check_useful(source: str, outcomes: Collection[Outcome]) -> None:
 # -- the folder ------------------------------------------------------------------------------------------------------
 
 
-def _finished(config: Config, root: Path, out: Path) -> Manifest:
+def _finished(config: PrepareFile, root: Path, out: Path) -> Manifest:
     """The manifest of a folder that holds this very corpus, undamaged."""
     manifest = Manifest.read(out)
     config = with_revisions(config, out, known=manifest.source)
@@ -226,7 +228,7 @@ def _locked(out: Path) -> Iterator[None]:
         yield
 
 
-def _provide_tokenizer(config: Config, root: Path, out: Path) -> None:
+def _provide_tokenizer(config: PrepareFile, root: Path, out: Path) -> None:
     """Put the tokenizer where all processes of the run find it: the one named, or one learned from the documents."""
     if config.prepare.tokenizer:
         named_tokenizer(config, root).save(out / WORK)
@@ -241,12 +243,12 @@ def _provide_tokenizer(config: Config, root: Path, out: Path) -> None:
     mark.write_text(key, encoding="utf-8")
 
 
-def named_tokenizer(config: Config, root: Path) -> Tokenizer:
+def named_tokenizer(config: PrepareFile, root: Path) -> Tokenizer:
     """The tokenizer that the config names."""
     return open_tokenizer(root / Path(config.prepare.tokenizer).expanduser(), config.prepare.eos)
 
 
-def _tokenizer_texts(config: Config, root: Path) -> Iterator[str]:
+def _tokenizer_texts(config: PrepareFile, root: Path) -> Iterator[str]:
     """Documents of all sources in turn."""
     seed = config.prepare.seed
     streams = [itertools.islice(read(source, root, config, seed=seed), PATIENCE) for source in config.source.values()]
@@ -265,7 +267,7 @@ def _tokenizer_texts(config: Config, root: Path) -> Iterator[str]:
 
 
 def _finish(
-    config: Config, root: Path, out: Path, worker: Worker, done: Mapping[str, Sequence[Mapping[Task, Outcome]]]
+    config: PrepareFile, root: Path, out: Path, worker: Worker, done: Mapping[str, Sequence[Mapping[Task, Outcome]]]
 ) -> Manifest:
     """The tokenizer, then the manifest that declares the shards complete, then away with the records."""
     outcomes = [(task, outcome) for waves in done.values() for wave in waves for task, outcome in wave.items()]

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freda.errors import FredaError
+from freda.files import write_whole
 
 ShardSplit = Literal["train", "validation"]
 SPLITS: tuple[ShardSplit, ...] = ("train", "validation")
@@ -95,9 +96,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Declare the folder complete."""
-        part = folder / part_name(MANIFEST)
-        part.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(part, folder / MANIFEST)
+        write_whole(folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

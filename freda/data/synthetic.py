@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from freda.config import CorpusConfig
+from freda.data.config import CorpusConfig
 from freda.errors import FredaError
 
 T = TypeVar("T")

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.config import MADE, Config, DocumentsConfig, SourceConfig
+from freda.data.config import MADE, DocumentsConfig, PrepareFile, SourceConfig
 from freda.data.decontaminate import Index
 from freda.data.documents import Broken, Document, is_unicode, read
 from freda.data.encode import Encoder, make_encoder
@@ -31,6 +30,7 @@ from freda.data.generators import described
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer
 from freda.errors import FredaError
+from freda.files import write_whole
 
 WORK = ".freda-prepare"  # folder of records and the tokenizer until the manifest is written; nobody else has one
 EXAMPLES = 3  # kept of every reason for which documents are dropped, per task
@@ -74,9 +74,7 @@ class Outcome:
 
     def write(self, path: Path) -> None:
         """Declare the task done."""
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read_from(cls, path: Path) -> Outcome | None:
@@ -92,7 +90,7 @@ class Outcome:
 # -- what a task depends on ------------------------------------------------------------------------------------------
 
 
-def description(config: Config, root: Path) -> dict[str, Any]:
+def description(config: PrepareFile, root: Path) -> dict[str, Any]:
     """What the shards depend on, apart from the tokenizer: kept in the manifest, it tells corpora apart."""
     values: dict[str, Any] = {"prepare": dataclasses.asdict(config.prepare)}
     del values["prepare"]["tokenizer"]  # its fingerprint counts, not where it lies
@@ -112,7 +110,7 @@ def _files(config: DocumentsConfig, root: Path) -> dict[str, int]:
     return {"found": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
 
 
-def task_keys(config: Config, root: Path, tokenizer: Tokenizer) -> Mapping[str, str]:
+def task_keys(config: PrepareFile, root: Path, tokenizer: Tokenizer) -> Mapping[str, str]:
     """For every source, the hash of all that its tasks depend on but their place in the work."""
     whole = description(config, root)
     vocabulary = [tokenizer.fingerprint, tokenizer.eos_id]
@@ -144,7 +142,7 @@ def stamps(config: DocumentsConfig, root: Path) -> list[tuple[int, int]]:
 class Tools:
     """What makes ids of texts: the tokenizer, its fast encoder, and the index of texts to keep out, if any."""
 
-    def __init__(self, config: Config, root: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: PrepareFile, root: Path, tokenizer: Tokenizer) -> None:
         texts = (text for source in config.source.values() for text in sample(source, root, config))
         self.tokenizer = tokenizer
         self.encoder: Encoder = make_encoder(tokenizer, texts)
@@ -161,7 +159,7 @@ class Tools:
         )
 
 
-def benchmark_texts(config: Config, root: Path) -> Iterator[tuple[str, str]]:
+def benchmark_texts(config: PrepareFile, root: Path) -> Iterator[tuple[str, str]]:
     """(benchmark, text) of everything that must be kept out."""
     for name, benchmark in config.benchmark.items():
         for record in read(benchmark, root, config):
@@ -173,7 +171,7 @@ def benchmark_texts(config: Config, root: Path) -> Iterator[tuple[str, str]]:
 class Worker:
     """Carries out tasks; holds what all of them need."""
 
-    def __init__(self, config: Config, root: Path, out: Path) -> None:
+    def __init__(self, config: PrepareFile, root: Path, out: Path) -> None:
         self.config, self.root, self.out = config, root, out
         self.tools = Tools(config, root, Tokenizer.load(out / WORK))
         self.keys = task_keys(config, root, self.tools.tokenizer)
@@ -240,7 +238,7 @@ class Worker:
 class Tally:
     """Decides about the records of a part of a source and counts what it drops."""
 
-    def __init__(self, tools: Tools, config: Config, source: str, part: int) -> None:
+    def __init__(self, tools: Tools, config: PrepareFile, source: str, part: int) -> None:
         self._tools, self._source, self._part = tools, source, part
         self._settings = config.prepare
         self._seen = self._broken = 0
@@ -330,7 +328,7 @@ class Tally:
         return {"dropped": dict(sorted(self._dropped.items())), "examples": self._examples, "contaminated": hits}
 
 
-def sample(source: SourceConfig, root: Path, config: Config) -> list[str]:
+def sample(source: SourceConfig, root: Path, config: PrepareFile) -> list[str]:
     """The first texts of a source."""
     texts: list[str] = []
     most, characters = SAMPLE

@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from freda.errors import FredaError
+from freda.files import read_json, read_text
 
 BLANK_TEXT = "<|blank|>"
 EOS_TEXT = "<|endoftext|>"
@@ -206,27 +207,6 @@ def _unpack(path: Path) -> str:
         return lzma.decompress(path.read_bytes()).decode("utf-8")
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise FredaError(f"{path.name} cannot be read: {error}") from None
-
-
-def read_text(path: Path) -> str:
-    """The text of one file of a checkpoint, or the error that names the file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        raise FredaError(f"{path.name} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise FredaError(f"{path.name} cannot be read: {error}") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in one JSON file of a checkpoint, or the error that names the file."""
-    try:
-        values = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise FredaError(f"{path.name} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise FredaError(f"{path.name} is not a JSON object")
-    return values
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

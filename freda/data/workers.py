@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from freda.config import Config
+from freda.data.config import PrepareFile
 from freda.data.shards import ID
 from freda.data.tasks import Outcome, Task, Worker
 from freda.errors import FredaError
@@ -28,7 +28,7 @@ Runner = Callable[[Sequence[Task]], Sequence[Outcome]]
 
 
 @contextlib.contextmanager
-def runner(config: Config, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
+def runner(config: PrepareFile, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
     """How tasks are run: in this process, in several, or shared among the processes that torchrun has started."""
     if world > 1:
         with _torchrun(config, root, out) as pair:
@@ -111,7 +111,7 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torchrun(config: Config, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
+def _torchrun(config: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
     """Every process takes every world-th task of a wave, on one machine or many with a shared folder; then all tell
     all what came out. Starting, restarting and stopping them is torchrun's."""
     import torch.distributed as dist

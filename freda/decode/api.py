@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, overload
 
-from freda.config import DecodeConfig
 from freda.decode.batch import Output, Pass, Request
-from freda.decode.engine import Engine, EngineConfig, Event
+from freda.decode.config import DecodeConfig, EngineConfig
+from freda.decode.engine import Engine, Event
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, require
 from freda.model.transformer import pick_device

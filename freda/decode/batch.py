@@ -22,21 +22,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from freda.config import DecodeConfig, MethodConfig
-from freda.decode.lanes import (
+from freda.decode.config import DecodeConfig
+from freda.decode.state import (
     Choice,
-    Lanes,
+    DecodeState,
     after_pass,
     candidates_of,
     chosen,
     embedded,
     fresh_drafts,
     joined,
-    make_lanes,
+    limits_of,
+    new_state,
     soft_channel,
-    wants_of,
 )
 from freda.errors import require
+from freda.methods.config import MethodConfig
 from freda.methods.draft import Candidates, Draft, merge
 from freda.methods.method import Method, block_size
 from freda.model.attention import make_mask
@@ -145,7 +146,7 @@ class Batch:
         self.device = model.embed_tokens.weight.device
         self.texts, self.cache = list(texts), cache
         stops = self._tensor(sorted(self.stop_ids), torch.int64)
-        self.lanes = make_lanes([text.request for text in texts], self._fresh(), self._begin(), stops)
+        self.state = new_state([text.request for text in texts], self._fresh(), self._begin(), stops)
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -178,16 +179,16 @@ class Batch:
 
     def draft_pass(self) -> list[int]:
         """One forward that commits what is pending and predicts; returns the rows whose block has closed."""
-        wants = wants_of(self.method, [text.request for text in self.texts])
-        self.candidates = candidates_of(self.lanes, self.method, self.config, wants)
+        limits = limits_of(self.method, [text.request for text in self.texts])
+        self.candidates = candidates_of(self.state, self.method, self.config, limits)
         hidden = self._forward(with_draft=self.method.DRAFTS)
         for text in self.texts:
             text.nfe += 1
-        self.choice = chosen(self.model, self.method, self.lanes, self.candidates, self.soft)
+        self.choice = chosen(self.model, self.method, self.state, self.candidates, self.soft)
         rows, count = self.candidates.valid.shape
         best = hidden.view(rows, count, self.size, -1)[torch.arange(rows, device=self.device), self.choice.winner]
-        self.lanes = after_pass(self.lanes, self.method, self.model.logits(best), wants)
-        return [row for row, closed in enumerate(self.lanes.draft.closed.tolist()) if closed]
+        self.state = after_pass(self.state, self.method, self.model.logits(best), limits)
+        return [row for row, closed in enumerate(self.state.draft.closed.tolist()) if closed]
 
     def _forward(self, *, with_draft: bool, most: int | None = None, but: int = 0) -> Tensor:
         """Run [pending clean tokens | draft] over the cache; returns the hidden states that predict, (R, C·B, D).
@@ -210,7 +211,7 @@ class Batch:
         tokens = clean_tokens(torch.where(real, 0, -1), position, self.size)
         if with_draft:
             count = self.candidates.valid.shape[1]
-            where = self.lanes.position.repeat(1, count)  # (R, C·B)
+            where = self.state.position.repeat(1, count)  # (R, C·B)
             candidate = torch.arange(count, device=self.device).repeat_interleave(self.size).expand_as(where)
             position = torch.cat([position, where], dim=1)
             x = torch.cat([x, embedded(self.model, self.candidates, self.config)], dim=1)
@@ -235,51 +236,51 @@ class Batch:
 
     def sound(self) -> list[bool]:
         """Whose probabilities are numbers?"""
-        sound: list[bool] = self.lanes.draft.prob.isfinite().all(-1).tolist()
+        sound: list[bool] = self.state.draft.prob.isfinite().all(-1).tolist()
         return sound
 
     def block(self, row: int) -> list[int]:
         """The tokens of a draft after the last pass."""
-        ids: list[int] = self.lanes.draft.ids[row].tolist()
+        ids: list[int] = self.state.draft.ids[row].tolist()
         return ids
 
     def show(self, watch: Watch) -> None:
         """Hand the state after a pass to the watcher."""
-        for seen in passes_of([text.index for text in self.texts], self.lanes, self.candidates, self.choice):
+        for seen in passes_of([text.index for text in self.texts], self.state, self.candidates, self.choice):
             watch(seen)
 
     def next_blocks(self, finished: set[int]) -> None:
         """Start the next block where one has closed, and let finished texts leave the batch."""
-        draft = merge(~self.lanes.draft.closed, self.lanes.draft, self._fresh())
-        self.lanes = self.lanes._replace(draft=draft, begin=self._begin())
+        draft = merge(~self.state.draft.closed, self.state.draft, self._fresh())
+        self.state = self.state._replace(draft=draft, begin=self._begin())
         if finished:
             self.leave(finished)
 
     def join(self, other: Batch) -> None:
         """Take over the requests of another batch, whose cache is of the same storage."""
         self.texts += other.texts
-        self.lanes = joined(self.lanes, other.lanes)
+        self.state = joined(self.state, other.state)
 
     def leave(self, finished: set[int]) -> None:
         """Drop these rows."""
         left = [row for row in range(len(self.texts)) if row not in finished]
         self.texts = [self.texts[row] for row in left]
         rows = self._tensor(left, torch.int64)
-        self.lanes = self.lanes.rows(rows)
+        self.state = self.state.rows(rows)
         if self.cache is not None:
             self.cache.keep(rows)
 
 
-def passes_of(requests: Sequence[int], lanes: Lanes, candidates: Candidates, choice: Choice) -> Iterator[Pass]:
+def passes_of(requests: Sequence[int], state: DecodeState, candidates: Candidates, choice: Choice) -> Iterator[Pass]:
     """What a pass left of every request's block."""
-    ids, prob, _, _, given, committed, passes, closed = (part.tolist() for part in lanes.draft)
+    ids, prob, _, _, given, committed, passes, closed = (part.tolist() for part in state.draft)
     texts, scores = candidates.ids.tolist(), choice.scores.tolist()
-    valid, winner, begin = candidates.valid.sum(-1).tolist(), choice.winner.tolist(), lanes.begin.tolist()
-    size = lanes.draft.ids.shape[1]
+    valid, winner, begin = candidates.valid.sum(-1).tolist(), choice.winner.tolist(), state.begin.tolist()
+    size = state.draft.ids.shape[1]
     for row, request in enumerate(requests):
-        state = (ids[row], prob[row], given[row], committed[row], closed[row])
+        cells = (ids[row], prob[row], given[row], committed[row], closed[row])
         seen = (texts[row][: valid[row]], scores[row][: valid[row]], winner[row])
-        yield Pass(request, begin[row] // size, passes[row], *state, *seen)
+        yield Pass(request, begin[row] // size, passes[row], *cells, *seen)
 
 
 def check_requests(model: Transformer, method: Method, config: MethodConfig, requests: Sequence[Request]) -> None:

@@ -14,12 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from freda.config import DecodeConfig, MiniConfig
 from freda.data import mini, mini_logic
+from freda.data.config import MiniConfig
 from freda.data.generators import settings_in
 from freda.data.tokenizer import Tokenizer
 from freda.decode.api import Model, checked
 from freda.decode.batch import Pass
+from freda.decode.config import DecodeConfig
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
 from freda.model.folders import packaged_folder

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from freda.config import DecodeConfig
-from freda.decode.engine import Engine, EngineConfig
+from freda.decode.config import DecodeConfig, EngineConfig
+from freda.decode.engine import Engine
 from freda.decode.generate import Output, Request, generate
 from freda.decode.show import LiveDrafts
 from freda.decode.stops import cut_at_stop

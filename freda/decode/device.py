@@ -18,13 +18,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from freda.config import DecodeConfig, MethodConfig
 from freda.decode.batch import Batch, Text, Watch
-from freda.decode.lanes import Lanes, Wants, candidates_of, chosen, settled, wants_of
+from freda.decode.config import DecodeConfig
 from freda.decode.pages import PagedCache
+from freda.decode.shapes import BlockTable, ForwardShape
+from freda.decode.state import DecodeState, Limits, candidates_of, chosen, limits_of, settled
+from freda.methods.config import MethodConfig
 from freda.methods.draft import Candidates, Prediction, merge, start
 from freda.methods.method import Method
-from freda.model.cache import Rows, Texts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 
@@ -33,13 +34,13 @@ MOST_AHEAD = 64  # tokens of a forward that waits for the weights, whose time do
 LONG = 1024  # tokens of a text from which on attention has another form
 
 
-class Machine(Protocol):
+class ForwardBackend(Protocol):
     """What runs the forwards: `packed.PackedModel`."""
 
-    def buffers(self, requests: int, rows: Rows, long: bool) -> Any:
+    def buffers(self, requests: int, rows: ForwardShape, long: bool) -> Any:
         """Memory for a forward over the new tokens of so many requests; are their texts long?"""
 
-    def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Any) -> None:
+    def run(self, given: tuple[Tensor, Tensor], texts: BlockTable, rows: ForwardShape, buffers: Any) -> None:
         """All layers over tokens `given` as (ids, α), each (R · rows,); what is committed goes into the pages."""
 
     def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
@@ -55,8 +56,8 @@ class Machine(Protocol):
 class State(NamedTuple):
     """R requests between two passes."""
 
-    lanes: Lanes
-    texts: Texts
+    lanes: DecodeState
+    texts: BlockTable
     pending_ids: Tensor  # (R, B) int64: the block to commit, where there is one
     real: Tensor  # (R,) bool: a request; padding drafts too, but commits nothing, or its text would outgrow its table
 
@@ -73,10 +74,10 @@ class Setting(NamedTuple):
     """What does not change while a batch runs."""
 
     model: Transformer
-    machine: Machine
+    machine: ForwardBackend
     method: Method
     config: MethodConfig
-    wants: Wants
+    limits: Limits
     compiled: bool = False  # what is around the forward
 
 
@@ -88,9 +89,9 @@ def stays_on_device(model: Transformer, config: MethodConfig, request: DecodeCon
     return not (by_chance or own_layer or config.rescale)
 
 
-def prefill(machine: Machine, cache: PagedCache, texts: Sequence[Text], size: int, last: int, most: int) -> None:
+def prefill(machine: ForwardBackend, cache: PagedCache, texts: Sequence[Text], size: int, last: int, most: int) -> None:
     """Bring the prompts of `texts` of which nothing is stored into the cache, but for their `last` tokens, about `most`
-    tokens in a forward; longer ones by themselves. Texts of like length go together."""
+    tokens in a forward; longer ones by themselves. BlockTable of like length go together."""
     spare, device = cache.pages.spare, cache.lengths.device
     new = [row for row, text in enumerate(texts) if text.stored == 0 and len(text.clean) > last]
     new.sort(key=lambda row: len(texts[row].clean))
@@ -108,11 +109,11 @@ def prefill(machine: Machine, cache: PagedCache, texts: Sequence[Text], size: in
     cache.lengths = torch.tensor([text.stored for text in texts], dtype=torch.int64, device=device)
 
 
-def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> Tensor:
+def one_pass(state: State, setting: Setting, rows: ForwardShape, buffers: Any) -> Tensor:
     """A pass over `state`, which it changes. Its report is (R, 2 + B) int64: has the block closed, is it sound, ids."""
     machine, size, count = setting.machine, rows.block, len(state.pending_ids)
     before, choice, after = _around(setting.compiled)
-    ids, alpha, *found = before(state, setting.method, setting.config, setting.wants, rows)
+    ids, alpha, *found = before(state, setting.method, setting.config, setting.limits, rows)
     machine.run((ids, alpha), state.texts, rows, buffers)
     first = torch.arange(count, device=ids.device)[:, None] * rows.tokens
     tokens = first + torch.arange(size, device=ids.device)
@@ -130,9 +131,9 @@ def one_pass(state: State, setting: Setting, rows: Rows, buffers: Any) -> Tensor
 # torch 2.11 (its fields cannot be taken apart).
 
 
-def shown(state: State, method: Method, config: MethodConfig, wants: Wants, rows: Rows) -> tuple[Tensor, ...]:
+def shown(state: State, method: Method, config: MethodConfig, limits: Limits, rows: ForwardShape) -> tuple[Tensor, ...]:
     """What a forward sees: ids and α of all its tokens, (R · rows,) each; and the `Candidates` among them."""
-    found = candidates_of(state.lanes, method, config, wants, count=max(1, rows.drafts))
+    found = candidates_of(state.lanes, method, config, limits, count=max(1, rows.drafts))
     parts = [(state.pending_ids, torch.ones_like(state.pending_ids, dtype=torch.float32))] if rows.commit else []
     if rows.drafts:
         parts.append((found.ids.flatten(1), found.alpha.flatten(1)))
@@ -140,12 +141,14 @@ def shown(state: State, method: Method, config: MethodConfig, wants: Wants, rows
     return ids, alpha, *found
 
 
-def winner(model: Transformer, method: Method, lanes: Lanes, found: Sequence[Tensor], soft: Tensor | None) -> Tensor:
+def winner(
+    model: Transformer, method: Method, lanes: DecodeState, found: Sequence[Tensor], soft: Tensor | None
+) -> Tensor:
     """Which of the candidates `found` goes on, (R,)."""
     return chosen(model, method, lanes, Candidates(*found), soft).winner
 
 
-def advance(state: State, method: Method, prediction: Sequence[Tensor], rows: Rows, blank_id: int) -> Tensor:
+def advance(state: State, method: Method, prediction: Sequence[Tensor], rows: ForwardShape, blank_id: int) -> Tensor:
     """Bring the state behind a `Prediction` (R, B); returns the report. Where a block has closed, the next begins.
 
     The new state is written over the old one here, so that compiled, nothing is copied afterwards.
@@ -185,21 +188,21 @@ class Program:
 
     def __init__(self, state: State, setting: Setting) -> None:
         self.state, self.setting = state, setting
-        self._runs: dict[tuple[Rows, bool], Callable[[], Tensor]] = {}
+        self._runs: dict[tuple[ForwardShape, bool], Callable[[], Tensor]] = {}
 
     def load(self, state: State) -> None:
         """Take over another state of the same size."""
         for old, new in zip(self.state.loaded(), state.loaded(), strict=True):
             old.copy_(new)
 
-    def step(self, rows: Rows, long: bool) -> Tensor:
+    def step(self, rows: ForwardShape, long: bool) -> Tensor:
         """One pass, over long texts or not; returns its report."""
         if (rows, long) not in self._runs:
             made = self._captured if self.state.pending_ids.is_cuda else self._plain
             self._runs[rows, long] = made(rows, long)
         return self._runs[rows, long]()
 
-    def _plain(self, rows: Rows, long: bool) -> Callable[[], Tensor]:
+    def _plain(self, rows: ForwardShape, long: bool) -> Callable[[], Tensor]:
         state, setting = self.state, self.setting  # not `self`: a circle would keep the pages of engines that are gone
         buffers = setting.machine.buffers(len(state.pending_ids), rows, long)
 
@@ -208,7 +211,7 @@ class Program:
 
         return run
 
-    def _captured(self, rows: Rows, long: bool) -> Callable[[], Tensor]:
+    def _captured(self, rows: ForwardShape, long: bool) -> Callable[[], Tensor]:
         """The same as a CUDA graph. What is run to warm up is undone: all but the pages, where it writes what the first
         replay will write again."""
         run = self._plain(rows, long)
@@ -264,7 +267,7 @@ class DeviceBatch(Batch):
     def __init__(
         self,
         base: Batch,
-        machine: Machine,
+        machine: ForwardBackend,
         programs: dict[tuple[Any, ...], Program],
         table_pages: int,
         *,
@@ -280,12 +283,12 @@ class DeviceBatch(Batch):
 
     def _load(self) -> Program:
         """The state of all texts, filled up to the next size that there are graphs for."""
-        wants = wants_of(self.method, [text.request for text in self.texts])
+        limits = limits_of(self.method, [text.request for text in self.texts])
         size = next((bucket for bucket in BUCKETS if bucket >= len(self.texts)), -(-len(self.texts) // 64) * 64)
         state = self._state(size)
-        key = (self.method.__name__, size, wants)  # type: ignore[attr-defined]
+        key = (self.method.__name__, size, limits)  # type: ignore[attr-defined]
         if key not in self._programs:
-            setting = Setting(self.model, self._machine, self.method, self.config, wants, self._compiled)
+            setting = Setting(self.model, self._machine, self.method, self.config, limits, self._compiled)
             self._programs[key] = Program(state, setting)
         else:
             self._programs[key].load(state)
@@ -302,7 +305,7 @@ class DeviceBatch(Batch):
         ids = [tokens or [0] * self.size for tokens in waiting] + [[0] * self.size] * more
         stored = [text.stored for text in self.texts] + [0] * more
         lengths = (self._tensor(values, torch.int32) for values in (stored, pending))
-        texts = Texts(self.cache.table(size, self._table_pages), *lengths)
+        texts = BlockTable(self.cache.table(size, self._table_pages), *lengths)
         lanes = self.lanes.rows(rows)._replace(begin=self._tensor([*map(_begin, self.texts), *[0] * more], torch.int64))
         real = self._tensor([True] * len(self.texts) + [False] * more, torch.bool)
         return State(lanes, texts, self._tensor(ids, torch.int64), real)
@@ -332,10 +335,10 @@ class DeviceBatch(Batch):
         if self._program is None:
             self._program = self._load()
         pending = self._goes_ahead() or any(text.stored < len(text.clean) for text in self.texts)
-        width = self._program.setting.wants.width if self.method.SCORES else 1
+        width = self._program.setting.limits.width if self.method.SCORES else 1
         drafts = 0 if not self.method.DRAFTS else 1 if len(self._fresh_rows) == len(self.texts) else width
         long = any(len(text.clean) > LONG for text in self.texts)
-        report = self._program.step(Rows(self.size if pending else 0, self.size, drafts), long)
+        report = self._program.step(ForwardShape(self.size if pending else 0, self.size, drafts), long)
         return Report(report[: len(self.texts)])
 
     def _goes_ahead(self) -> bool:

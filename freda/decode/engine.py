@@ -11,17 +11,17 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from freda.config import MethodName
 from freda.decode.batch import Batch, Output, Request, Text, Watch, check_requests
-from freda.decode.device import DeviceBatch, Machine, Program, prefill, stays_on_device
+from freda.decode.config import EngineConfig
+from freda.decode.device import DeviceBatch, ForwardBackend, Program, prefill, stays_on_device
 from freda.decode.pages import PagedCache, Pages
 from freda.errors import require
 from freda.methods import METHODS
+from freda.methods.config import MethodName
 from freda.methods.method import block_size
 from freda.model.staircase import MOST_BLOCK
 from freda.model.transformer import Transformer
@@ -31,19 +31,6 @@ from freda.model.weights import LoadedModel
 # forward over few tokens. Compiling takes a while, and pays for an engine that is made for one stream.
 MOST_COMPILED = 4
 LOOK_BACK = 64  # tokens at the end of a text in which stop strings are looked for, beside the new block
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """The size of an engine."""
-
-    max_batch: int = 16  # requests that run side by side
-    page_size: int = 16  # tokens
-    pages: int = 0  # 0: enough for max_batch requests of the model's longest text, at most 65,536 tokens
-    queue: int = 1024  # requests that may wait
-    prefill: int = 4096  # tokens of prompts in one forward
-    on_device: bool = True  # keep passes on the GPU, in CUDA graphs, where model and request allow it
-    int8: bool = False  # and their weights as int8, where few tokens wait for them
 
 
 class Event(NamedTuple):
@@ -74,7 +61,7 @@ class Engine:
         self,
         loaded: LoadedModel,
         config: EngineConfig = EngineConfig(),
-        machine: Callable[[Transformer, Pages], Machine | None] | None = None,
+        machine: Callable[[Transformer, Pages], ForwardBackend | None] | None = None,
     ) -> None:
         self.loaded, self.config, self.model = loaded, config, loaded.model
         for name in ("max_batch", "page_size", "queue", "prefill"):
@@ -259,7 +246,7 @@ class Engine:
         self.outputs[one.number] = Output(text.new, text.nfe, reason, time.perf_counter() - one.begun)
 
 
-def _packed_model(model: Transformer, pages: Pages, *, int8: bool) -> Machine | None:
+def _packed_model(model: Transformer, pages: Pages, *, int8: bool) -> ForwardBackend | None:
     """The kernels of decoding, where they are made for the model; elsewhere the model does its forwards itself."""
     weight = model.embed_tokens.weight
     if not weight.is_cuda or weight.dtype != torch.bfloat16:

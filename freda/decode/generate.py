@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from freda.config import MethodConfig
 from freda.decode.batch import Batch, Output, Pass, Request, Text, Watch, check_requests
+from freda.decode.cache import Cache
+from freda.methods.config import MethodConfig
 from freda.methods.method import Method, block_size
-from freda.model.cache import Cache
 from freda.model.transformer import Transformer
 
 __all__ = ["Output", "Pass", "Request", "Watch", "generate"]
@@ -53,7 +53,7 @@ def generate(
         finished = set()
         for row in closed:
             text = loop.texts[row]
-            reason = text.close_block(loop.lanes.draft.ids[row].tolist(), loop.stop_ids)
+            reason = text.close_block(loop.state.draft.ids[row].tolist(), loop.stop_ids)
             if reason is None and stopped is not None and stopped(text.new):
                 reason = "stop"
             if reason:

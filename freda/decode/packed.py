@@ -1,8 +1,9 @@
 """The Transformer as decoding kernels see it: weights side by side, and a forward over a few tokens of many requests.
 
-It is `Transformer.forward` over pages, for new tokens of the form that decoding has (`cache.Rows`), written into memory
-that is there beforehand, so that a CUDA graph can replay it. The parameters of the model become views of the packed
-weights: nothing is held twice. Up to 64 tokens go through the products of `kernels.skinny`, more through the library's.
+It is `Transformer.forward` over pages, for new tokens of the form that decoding has (`ForwardShape`), written into
+memory that is there beforehand, so that a CUDA graph can replay it. The parameters of the model become views of the
+packed weights: nothing is held twice. Up to 64 tokens go through the products of `kernels.skinny`, more through the
+library's.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from freda.config import ModelConfig
+from freda.decode.kernels import pages, pick, rowwise, skinny
+from freda.decode.kernels.rowwise import Heads
+from freda.decode.kernels.skinny import Matrix, Stream
 from freda.decode.pages import Pages
+from freda.decode.shapes import BlockTable, ForwardShape
 from freda.methods.draft import Prediction
 from freda.model import quantize
-from freda.model.cache import Rows, Texts
-from freda.model.kernels import pages, pick, rowwise, skinny
-from freda.model.kernels.rowwise import Heads
-from freda.model.kernels.skinny import Matrix, Stream
+from freda.model.config import ModelConfig
 from freda.model.staircase import attend_rows
 from freda.model.transformer import Attention, Layer, Transformer
 
@@ -145,7 +146,7 @@ class PackedModel:
             made = quantize.packed({"head": head})
             self.head = Matrix(skinny.packed_by_four(made["head"]), made["head" + quantize.SCALE])
 
-    def buffers(self, requests: int, rows: Rows, long: bool = False) -> Buffers:
+    def buffers(self, requests: int, rows: ForwardShape, long: bool = False) -> Buffers:
         """Memory for a forward over the new tokens of so many requests; are their texts long?"""
         layer, (_, width, _), kind = self.layers[0], self.stacked.out.shape, self.stacked.out.dtype
         tokens, heads, device = requests * rows.tokens, layer.heads, self.stacked.out.device
@@ -165,7 +166,7 @@ class PackedModel:
             attention=pages.new_scratch(pages.cut_for(requests, heads, rows, long=long), requests, heads, rows, device),
         )
 
-    def run(self, given: tuple[Tensor, Tensor], texts: Texts, rows: Rows, buffers: Buffers) -> None:
+    def run(self, given: tuple[Tensor, Tensor], texts: BlockTable, rows: ForwardShape, buffers: Buffers) -> None:
         """All layers over tokens `given` as (ids, α), each (M,); what is committed goes into the pages."""
         model, stream = self.model, buffers.stream
         skinny.embed(*given, model.embed_tokens.weight.detach(), model.blank_id, self.layers[0].norms[0], stream)
@@ -173,7 +174,7 @@ class PackedModel:
         run = self._run_few if len(given[0]) <= skinny.MOST_ROWS else self._run_many
         run(texts, rows, buffers)
 
-    def _run_few(self, texts: Texts, rows: Rows, buffers: Buffers) -> None:
+    def _run_few(self, texts: BlockTable, rows: ForwardShape, buffers: Buffers) -> None:
         stream, eps = buffers.stream, self.model.config.norm_eps
         for layer, stored, norm in zip(self.few_layers, self.cache, self._following(), strict=True):
             skinny.project(stream, layer.qkv, eps, buffers.parts)
@@ -182,7 +183,7 @@ class PackedModel:
             skinny.gate(stream, layer.gate_up, eps, buffers.inner)
             skinny.add(buffers.inner, layer.down, buffers.sums, norm, stream)
 
-    def _run_many(self, texts: Texts, rows: Rows, buffers: Buffers) -> None:
+    def _run_many(self, texts: BlockTable, rows: ForwardShape, buffers: Buffers) -> None:
         """The library's matrix products; `stream.scaled` holds the normed stream here."""
         (x, normed, _), eps = buffers.stream, self.model.config.norm_eps
         rowwise.add_norm(x, None, self.layers[0].norms[0], eps, normed)

@@ -9,17 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from freda.config import DecodeConfig, SweepFile
 from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
+from freda.decode.config import DecodeConfig
 from freda.errors import FredaError, note, require
-from freda.eval.compare import compare, compared_line
+from freda.eval.config import SweepFile
 from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate
-from freda.eval.figures import draw
+from freda.eval.report.compare import compare, compared_line
+from freda.eval.report.figures import draw
+from freda.eval.report.tables import TABLES, Sweep, as_csv, as_markdown
 from freda.eval.selfcheck import self_check
 from freda.eval.sweep import read_sweep, run_sweep
-from freda.eval.tables import TABLES, Sweep, as_csv, as_markdown
 from freda.eval.tasks import TASKS, load_examples, tasks_named
 from freda.eval.tasks.task import Example
 from freda.model.folders import packaged_folder, resolve_model_folder

@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 
 from freda import __version__
-from freda.config import DecodeConfig
 from freda.decode.batch import Request
-from freda.decode.engine import Engine, EngineConfig
+from freda.decode.config import DecodeConfig, EngineConfig
+from freda.decode.engine import Engine
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, require
-from freda.eval.folder import RESULTS, SAMPLES, held, read_samples, write_whole
+from freda.eval.folder import RESULTS, SAMPLES, read_samples
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.tasks.task import Example, Graded, Task, checksum
+from freda.files import locked, write_whole
 from freda.methods import METHODS
 from freda.model.weights import LoadedModel
 
@@ -68,7 +69,7 @@ def evaluate(
         "settings": {"by": "likelihood"} if task.CHOICES else {**asdict(settings), "by": "generation"},
         "version": __version__,
     }
-    with held(out):
+    with locked(out):
         samples = _resume(out, head)
         left = [example for example in examples if example.id not in samples]
         with open(out / SAMPLES, "a", encoding="utf-8") as file:

@@ -6,39 +6,13 @@ damaged is left out, so that its question is asked again.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from freda.errors import FredaError
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Makes the folder and keeps a second process from writing into it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FredaError(f"another process evaluates into {folder}; wait for it, or choose another --out") from None
-        yield
-    finally:
-        os.close(handle)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is either as it was or whole."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 def read_samples(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

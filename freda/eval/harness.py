@@ -23,18 +23,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from freda import __version__
-from freda.config import DecodeConfig
+from freda.decode.config import DecodeConfig
 from freda.decode.engine import LOOK_BACK
 from freda.decode.generate import Output, Request, generate
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, missing_package, require
 from freda.eval.evaluate import about_model, fitted, settings_of
-from freda.eval.folder import RESULTS, read_samples, write_whole
+from freda.eval.folder import RESULTS, read_samples
 from freda.eval.harness_tasks import HARNESS_TASKS
 from freda.eval.likelihood import Pair, log_likelihood
 from freda.eval.sandbox import isolation
 from freda.eval.tasks import TASKS
 from freda.eval.tasks.task import Example, checksum
+from freda.files import write_whole
 from freda.methods import METHODS
 from freda.model.weights import LoadedModel
 

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from freda import __version__
-from freda.config import SweepConfig, SweepFile, SystemConfig
 from freda.errors import FredaError, require
+from freda.eval.config import SweepConfig, SweepFile, SystemConfig
 from freda.eval.evaluate import Engines, about_model, evaluate, fingerprint
-from freda.eval.folder import read_samples, write_whole
+from freda.eval.folder import read_samples
 from freda.eval.stability import stability
 from freda.eval.tasks import load_examples, tasks_named
 from freda.eval.tasks.task import Example, Task, checksum
+from freda.files import write_whole
 from freda.methods import METHODS
 from freda.methods.method import Method
 from freda.model.folders import resolve_model_folder

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freda.config import MethodConfig
 from freda.data.loader import Batch
+from freda.methods.config import MethodConfig
 from freda.methods.draft import Draft, Prediction, Rules, advance, clean_mask, loss_and_hit
 from freda.methods.method import Step
 from freda.model.head import Logits

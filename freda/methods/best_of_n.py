@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from freda.config import MethodConfig
 from freda.data.loader import Batch
 from freda.methods.candidates import marginal_cost_beam
+from freda.methods.config import MethodConfig
 from freda.methods.draft import CleanHalf, clean_half, draw, feedback_weight, likeliest, soft_embedding
 from freda.methods.method import Step
 from freda.methods.noise import Purpose, uniform

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freda.config import MethodConfig
 from freda.data.loader import Batch
+from freda.methods.config import MethodConfig
 from freda.methods.noise import Purpose, gumbel
 from freda.model.attention import Mask, make_mask
 from freda.model.head import Logits

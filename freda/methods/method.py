@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from freda.config import MethodConfig
 from freda.data.loader import Batch
+from freda.methods.config import MethodConfig
 from freda.methods.draft import Draft, Prediction, Rules
 from freda.model.transformer import Transformer
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freda.config import MethodConfig
 from freda.data.loader import Batch
+from freda.methods.config import MethodConfig
 from freda.methods.draft import (
     CleanHalf,
     Draft,

@@ -14,22 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from freda.config import MethodConfig, ModelConfig
-from freda.data.tokenizer import read_json, read_settings, read_text, token_text, with_blank
+from freda.data.tokenizer import read_settings, token_text, with_blank
 from freda.errors import FredaError
+from freda.files import located, read_json, read_text, written_beside
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.tensors import read_safetensors, weight_files
-from freda.model.weights import (
-    DTYPES,
-    EMBEDDING,
-    HEAD,
-    check_tensors,
-    dtype_name,
-    family_of,
-    located,
-    model_config,
-    write_files,
-    written_beside,
-)
+from freda.model.weights import DTYPES, EMBEDDING, HEAD, check_tensors, dtype_name, family_of, model_config, write_files
 
 TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products like round numbers
 NEAR_ZERO = 0.1  # a BLANK row shorter than this share of the mean row was never trained

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from freda.data.tokenizer import read_text
 from freda.errors import FredaError
+from freda.files import read_text
 
 ASSETS = Path(__file__).parent.parent / "assets"
 MARKS = ("config.json", "latest", "checkpoints")  # what a model folder or a run folder has

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freda.config import ModelConfig
 from freda.errors import FredaError, missing_package
+from freda.model.config import ModelConfig
 from freda.model.convert import Checkpoint
 from freda.model.transformer import rotary_frequencies
 from freda.model.weights import EMBEDDING, FAMILIES, HEAD, family_of, model_config

@@ -50,7 +50,8 @@ def quantize_model(source: Path, target: Path) -> dict[str, int]:
     """Write a model folder with int8 matrices; says how many bytes its weights took and take."""
     from safetensors.torch import load_file, save_file
 
-    from freda.model.weights import SCORER_FILE, load_model, write_model, written_beside
+    from freda.files import written_beside
+    from freda.model.weights import SCORER_FILE, load_model, write_model
 
     loaded = load_model(source)
     before = after = 0

@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from freda.config import ModelConfig
 from freda.model.attention import Mask
+from freda.model.config import ModelConfig
 from freda.model.transformer import (
     Forward,
     KeysValues,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from freda.config import ModelConfig
+from freda.model.config import ModelConfig
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151_936,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from freda.data.tokenizer import read_json
 from freda.errors import FredaError
+from freda.files import read_json
 from freda.model.quantize import SCALE, stays_packed, unpacked
 
 
@@ -61,6 +63,17 @@ def read_safetensors(
                 tensors[name] = tensor if stays_packed(name, tensor) else tensor.to(dtype=dtype)
     found = unpacked(tensors, dtype)
     return {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file that others may read as the umask allows; the library alone makes it private."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, for instance
+        raise OSError(str(error)) from error
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def fill_parts(paths: Sequence[Path], parts: Mapping[str, Part]) -> None:

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from freda.config import ModelConfig
 from freda.errors import FredaError
 from freda.model.attention import Backend, Mask, attend
+from freda.model.config import ModelConfig
 from freda.model.head import Logits, aligned
 
 ONE_PRODUCT = 1024  # tokens from which queries, keys and values are projected together

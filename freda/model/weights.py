@@ -12,26 +12,24 @@ the weights were trained with.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from freda.config import LLAMA3_SCALING, MethodConfig, ModelConfig, from_dict
-from freda.data.tokenizer import Tokenizer, read_json
+from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
+from freda.files import located, read_json, written_beside
+from freda.methods.config import MethodConfig
+from freda.model.config import LLAMA3_SCALING, ModelConfig
 from freda.model.folders import resolve_model_folder
 from freda.model.scorer import Scorer
-from freda.model.tensors import Part, fill_parts, read_safetensors, weight_files
+from freda.model.tensors import Part, fill_parts, read_safetensors, save_tensors, weight_files
 from freda.model.transformer import Transformer, rotary_frequencies
+from freda.train.config import from_dict
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCORER_FILE = "scorer.safetensors"
@@ -198,52 +196,6 @@ def _own_name(name: str) -> str:
 # -- writing a model folder ------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def written_beside(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its name when the body succeeds, and is removed when it does not.
-
-    So `folder` is at any moment absent or whole. With `replace` an older folder of that name stays until the new one
-    is complete. A failure to write is an error that the user can fix.
-    """
-    folder = folder.absolute()
-    if folder.exists() and not replace:
-        raise FredaError(f"{folder} exists already; name another folder, or remove it first")
-    temporary = folder.with_name(folder.name + ".tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-        temporary.mkdir(parents=True)
-        yield temporary
-        _flush(temporary)
-        _put_in_place(temporary, folder)
-    except (OSError, SafetensorError) as error:
-        raise FredaError(f"cannot write {folder}: {error}; nothing else was touched") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # renamed, and so gone, when all went well
-
-
-def _flush(folder: Path) -> None:
-    """Bring the files to the disk before the rename does, or a power cut could leave a whole folder of empty files."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-
-def _put_in_place(temporary: Path, folder: Path) -> None:
-    if not folder.exists():
-        temporary.rename(folder)
-        return
-    older = folder.with_name(folder.name + ".old")
-    shutil.rmtree(older, ignore_errors=True)
-    folder.rename(older)
-    try:
-        temporary.rename(folder)
-    except BaseException:  # a second Ctrl-C counts: the older folder must get its name back
-        older.rename(folder)
-        raise
-    shutil.rmtree(older, ignore_errors=True)
-
-
 def save_model(
     folder: Path,
     model: Transformer,
@@ -274,7 +226,7 @@ def write_model(
     tensors = {hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
     write_files(folder, model.config, tensors, tokenizer, method, stage)
     if scorer:
-        save_file(scorer, folder / SCORER_FILE)
+        save_tensors(scorer, folder / SCORER_FILE)
 
 
 def write_files(
@@ -294,7 +246,7 @@ def write_files(
     stops = {"bos_token_id": None, "eos_token_id": list(tokenizer.stop_ids)}
     values = {**hugging_face_config(config), "dtype": dtype_name(tensors), **stops, "freda": section}
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    save_file(dict(tensors), folder / file, metadata={"format": "pt"})
+    save_tensors(tensors, folder / file)
     tokenizer.save(folder)
 
 
@@ -398,12 +350,3 @@ def _whole(values: Mapping[str, Any], key: str, default: int | None = None) -> i
     if not isinstance(value, int) or value < 1:
         raise FredaError(f"config.json has {key} = {value!r}; it must be a whole number of 1 or more")
     return value
-
-
-@contextlib.contextmanager
-def located(path: Path) -> Iterator[None]:
-    """Say in every error which folder or file it is about."""
-    try:
-        yield
-    except FredaError as error:
-        raise FredaError(f"{path}: {error}") from None

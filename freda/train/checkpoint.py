@@ -20,7 +20,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import shutil
 import threading
 import warnings
@@ -30,7 +29,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -39,11 +37,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from freda.config import MethodConfig
 from freda.data.tokenizer import Tokenizer
 from freda.errors import AgreedError, FredaError
+from freda.files import PART, beside, flush, write_whole, written_beside
+from freda.methods.config import MethodConfig
+from freda.model.tensors import save_tensors
 from freda.model.transformer import Transformer
-from freda.model.weights import SCORER_FILE, hugging_face_name, write_files, written_beside
+from freda.model.weights import SCORER_FILE, hugging_face_name, write_files
 from freda.train.parallel import Ranks, own_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -148,7 +148,7 @@ class Saver:
 
     def _write(self, shot: Snapshot, model: Transformer) -> None:
         folder = self._run / "checkpoints" / f"step-{shot.step}"
-        beside, ranks, group = folder.with_name(folder.name + ".tmp"), self._ranks, self._ranks.saving
+        temporary, ranks, group = beside(folder), self._ranks, self._ranks.saving
         with contextlib.ExitStack() as stack, _cannot_write(folder):
 
             def begin() -> None:
@@ -157,15 +157,15 @@ class Saver:
 
             def finish() -> None:
                 if ranks.first:
-                    _write_json(beside / CHECKSUMS, {name: sums[name] for sums in every for name in sorted(sums)})
+                    _write_json(temporary / CHECKSUMS, {name: sums[name] for sums in every for name in sorted(sums)})
                     stack.close()  # renamed
-                    _point(self._run / "latest", folder.name)
+                    write_whole(self._run / "latest", folder.name + "\n")
                     prune(self._run, self._keep)
 
             ranks.agree(begin, group)
-            ranks.agree(lambda: self._write_weights(beside, shot, model), group)
-            self._write_moments(beside / OPTIMIZER, shot.moments)
-            own = ranks.agree(lambda: checksums(beside, self._own_files(beside, shot)), group)
+            ranks.agree(lambda: self._write_weights(temporary, shot, model), group)
+            self._write_moments(temporary / OPTIMIZER, shot.moments)
+            own = ranks.agree(lambda: checksums(temporary, self._own_files(temporary, shot)), group)
             every = ranks.exchange(own, group)
             ranks.agree(finish, group)
 
@@ -184,9 +184,9 @@ class Saver:
                 _write_json(folder / "model.safetensors.index.json", _index(shot.files))
             _write_json(folder / "state.json", {"step": shot.step, "validation": shot.validation})
         for file, tensors in by_file.items():
-            save_file(tensors, folder / file, metadata={"format": "pt"})
+            save_tensors(tensors, folder / file)
         for file in {shot.files[name] for name in shot.weights}:
-            _flush(folder / file)
+            flush(folder / file)
 
     def _write_moments(self, folder: Path, moments: dict[str, Tensor]) -> None:
         """All ranks' parts, each by its rank."""
@@ -249,7 +249,7 @@ def prune(run: Path, keep: int) -> None:
     judged = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
     best = min(judged, key=judged.__getitem__) if judged else None
     if best is not None:
-        _point(run / "best", f"step-{best}")
+        write_whole(run / "best", f"step-{best}\n")
     for old in steps[:-keep]:
         if old != best:
             shutil.rmtree(run / "checkpoints" / f"step-{old}")
@@ -261,20 +261,8 @@ def _validation(folder: Path) -> float:
     return math.nan
 
 
-def _point(pointer: Path, name: str) -> None:
-    beside = pointer.with_name(pointer.name + ".tmp")
-    beside.write_text(name + "\n", encoding="utf-8")
-    os.replace(beside, pointer)
-
-
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    """Bring a file to the disk; on a file system of many nodes only its writer can."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -346,8 +334,8 @@ def _set_aside(damaged: list[tuple[Path, str]], good: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
     if damaged:
-        _point(good.parent.parent / "latest", good.name)
-    for left in good.parent.glob("*.tmp"):  # by a process that was killed
+        write_whole(good.parent.parent / "latest", good.name + "\n")
+    for left in [*good.parent.glob(f"*{PART}"), *good.parent.glob("*.tmp")]:  # by a process that was killed; 0.1: .tmp
         shutil.rmtree(left)
 
 

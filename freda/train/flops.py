@@ -6,8 +6,9 @@ may see, 4 · heads · width operations forward and twice as many backward. Pass
 
 from __future__ import annotations
 
-from freda.config import MethodConfig, ModelConfig
 from freda.data.loader import Batch
+from freda.methods.config import MethodConfig
+from freda.model.config import ModelConfig
 from freda.model.shapes import head_parameters, layer_parameters
 
 

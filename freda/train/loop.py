@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freda import config as config_module
-from freda.config import Config
 from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
 from freda.errors import AgreedError, FredaError, note
 from freda.methods.method import Step
 from freda.model.folders import model_path
 from freda.train import checkpoint
+from freda.train import config as config_module
+from freda.train.config import RunConfig
 from freda.train.flops import counted, step_flops
 from freda.train.metrics import MetricsFile, ProgressLine
 from freda.train.optim import clip_and_update, learning_rate, pass_numbers, total_norm
@@ -58,16 +58,18 @@ def check_unused(folder: Path) -> None:
         )
 
 
-def resume_run(folder: Path) -> Config:
+def resume_run(folder: Path) -> RunConfig:
     """The config of an existing run."""
     if not folder.is_dir():
         raise FredaError(f"there is no run folder {folder}")
     if not (folder / "config.toml").is_file():
         raise FredaError(f"{folder} is not a run folder: it has no config.toml")
-    return config_module.load(folder / "config.toml")
+    return config_module.load_stored(folder / "config.toml")
 
 
-def train(config: Config, folder: Path, *, resume: bool = False, name: str = "train", ranks: Ranks = Ranks()) -> Result:
+def train(
+    config: RunConfig, folder: Path, *, resume: bool = False, name: str = "train", ranks: Ranks = Ranks()
+) -> Result:
     """Train to the end, or until interrupted; in both cases everything is saved. `folder` is new, or resumed."""
     if not resume:
         ranks.agree(lambda: check_unused(folder))
@@ -87,7 +89,7 @@ def train(config: Config, folder: Path, *, resume: bool = False, name: str = "tr
         return _run_steps(run, folder, done, line, stop)
 
 
-def _with_absolute_paths(config: Config) -> Config:
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """A stored config must mean the same from every folder."""
     data = replace(config.data, path=str(Path(config.data.path).absolute()) if config.data.path else "")
     init = str(model_path(Path(config.train.init)).absolute()) if config.train.init else ""

@@ -10,7 +10,6 @@ share of the rate of a large matrix product, measured as the run began.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from freda.files import write_whole
 
 
 class MetricsFile:
@@ -31,9 +32,7 @@ class MetricsFile:
         self.path, self.silent = path, silent
         if path.exists() and not silent:
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= steps_done]
-            beside = path.with_name(path.name + ".tmp")
-            beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            os.replace(beside, path)
+            write_whole(path, "".join(line + "\n" for line in kept))
 
     def write(self, numbers: dict[str, Any]) -> None:
         """Add one line; it is on disk when this returns."""

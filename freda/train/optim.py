@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from freda.config import TrainConfig
 from freda.methods.noise import Purpose, uniform
 from freda.model.transformer import Transformer
+from freda.train.config import TrainConfig
 
 Copies = Mapping[Tensor, Tensor]  # of weights: their bf16 copies
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -70,7 +70,7 @@ def clip_and_update(
 
 def _update_with_copies(optimizer: torch.optim.AdamW, copies: Copies, scale: float) -> None:
     """AdamW with gradients that are in the weights' bf16 copies, or, where a weight has none, its own."""
-    from freda.model.kernels import adamw
+    from freda.train import adamw_kernel as adamw
 
     for group in optimizer.param_groups:
         for weight in group["params"]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from freda.config import Config, ModelConfig
 from freda.errors import FredaError, require
+from freda.model.config import ModelConfig
 from freda.model.shapes import SHAPES, all_parameters
+from freda.train.config import RunConfig
 from freda.train.flops import step_flops, visible_pairs
 
 # Of one H200 with the 4B shape, 2 rows of 4,096: 60% of its matmul rate. So it was with FlexAttention and the library's
@@ -19,7 +20,7 @@ from freda.train.flops import step_flops, visible_pairs
 TFLOPS = 460.0
 
 
-def plan_lines(config: Config, *, gpus: int, tflops: float, shape_name: str = "") -> list[str]:
+def plan_lines(config: RunConfig, *, gpus: int, tflops: float, shape_name: str = "") -> list[str]:
     """What is printed."""
     require(gpus >= 1, f"gpus is {gpus}; use 1 or more")
     require(tflops >= 0, f"tflops is {tflops}; use a positive number, or 0 for an H200's")
@@ -68,14 +69,14 @@ def time_as(seconds: float) -> str:
     return f"{int(days)} days {hours:.1f} hours" if seconds >= 600 else f"{seconds:.0f} seconds"
 
 
-def planned_shape(config: Config, name: str) -> ModelConfig:
+def planned_shape(config: RunConfig, name: str) -> ModelConfig:
     """The shape asked for by name, of the model to start from, or of the [model] section."""
     if name:
         require(name in SHAPES, f"there is no shape {name!r}; use one of {', '.join(SHAPES)}")
         return SHAPES[name]
     if not config.train.init:
         return config.model
-    from freda.data.tokenizer import read_json
+    from freda.files import read_json
     from freda.model.folders import resolve_model_folder
     from freda.model.weights import model_config
 
@@ -85,7 +86,7 @@ def planned_shape(config: Config, name: str) -> ModelConfig:
         raise FredaError(f"{error}; or name the shape to plan with: --shape {', '.join(SHAPES)}") from None
 
 
-def memory(config: Config, shape: ModelConfig, gpus: int) -> dict[str, float]:
+def memory(config: RunConfig, shape: ModelConfig, gpus: int) -> dict[str, float]:
     """Bytes on each GPU by what they hold, and their sum."""
     train, weights = config.train, all_parameters(shape)
     frozen = config.method.name == "best-of-n"

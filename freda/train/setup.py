@@ -13,18 +13,20 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from freda.config import Config, MethodConfig, ModelConfig
+from freda.bench.rates import matmul_rate
 from freda.data.loader import Loader, Prefetcher, rank_rows
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
 from freda.methods.method import Method
 from freda.model.attention import pick_backend
+from freda.model.config import ModelConfig
 from freda.model.folders import resolve_model_folder
-from freda.model.rates import matmul_rate
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, pick_device, rotary_frequencies
 from freda.model.weights import fill_model, load_model
+from freda.train.config import RunConfig
 from freda.train.optim import make_optimizer
 from freda.train.parallel import Ranks, Root, check_gpu, own_parts, shard
 
@@ -35,7 +37,7 @@ T = TypeVar("T")
 class Run:
     """Everything a step needs."""
 
-    config: Config
+    config: RunConfig
     method: Method
     model: Transformer
     tokenizer: Tokenizer
@@ -75,7 +77,7 @@ class Origin(NamedTuple):
     new_scorer: bool = False  # the folder has none: it comes from the seed
 
 
-def setup(config: Config, resume_from: Path | None = None, ranks: Ranks = Ranks()) -> Run:
+def setup(config: RunConfig, resume_from: Path | None = None, ranks: Ranks = Ranks()) -> Run:
     """Model, data and optimizer of a run, checked against each other; the weights of a checkpoint to resume from."""
     device = pick_device(config.train.device)
     run, origin = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
@@ -131,7 +133,7 @@ def compile_layers(model: Transformer, activations: float) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True)
 
 
-def _assemble(config: Config, resume_from: Path | None, device: torch.device, ranks: Ranks) -> tuple[Run, Origin]:
+def _assemble(config: RunConfig, resume_from: Path | None, device: torch.device, ranks: Ranks) -> tuple[Run, Origin]:
     """Everything that can be wrong, before anything is shared out; the model has no storage yet."""
     check_gpu(device, ranks)
     require(bool(config.data.path), "data.path is empty; name a folder made by freda prepare")
@@ -164,7 +166,7 @@ def _assemble(config: Config, resume_from: Path | None, device: torch.device, ra
     return run, origin
 
 
-def _freeze_for_scorer(model: Transformer, config: Config) -> bool:
+def _freeze_for_scorer(model: Transformer, config: RunConfig) -> bool:
     """Stage II: only the scorer learns; a model without one gets a new one. Did it?"""
     require(bool(config.train.init), "train.init is empty; best-of-n starts from a self-refine model")
     model.requires_grad_(False)
@@ -183,7 +185,7 @@ def _freeze_for_scorer(model: Transformer, config: Config) -> bool:
     return new
 
 
-def _initial_model(config: Config, resume_from: Path | None) -> tuple[Transformer, Tokenizer, Origin]:
+def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Transformer, Tokenizer, Origin]:
     """The checkpoint, the model to start from, or a new one: in this order. Without storage, but fit to be filled."""
     if resume_from is not None:
         loaded = load_model(resume_from, "meta")
@@ -206,7 +208,7 @@ def _initial_model(config: Config, resume_from: Path | None) -> tuple[Transforme
     return model, tokenizer, Origin(None)
 
 
-def _check_proposer(config: Config, found: MethodConfig) -> None:
+def _check_proposer(config: RunConfig, found: MethodConfig) -> None:
     """A scorer judges the drafts of the model it starts from, so it must see them as that model does."""
     init = config.train.init
     require(

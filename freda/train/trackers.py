@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from freda.config import Config
 from freda.errors import missing_package
 from freda.sections import to_dict
+from freda.train.config import RunConfig
 
 Tracker = Callable[[int, Mapping[str, float]], None]  # a step and its numbers
 
 
-def make_trackers(config: Config, folder: Path) -> list[Tracker]:
+def make_trackers(config: RunConfig, folder: Path) -> list[Tracker]:
     """Those that the config asks for."""
     trackers = []
     if config.train.tensorboard:
@@ -51,7 +51,7 @@ def _tensorboard(folder: Path) -> Tracker:
     return track
 
 
-def _wandb(project: str, config: Config, folder: Path) -> Tracker:
+def _wandb(project: str, config: RunConfig, folder: Path) -> Tracker:
     try:
         import wandb
     except ImportError:

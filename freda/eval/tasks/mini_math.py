@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from freda.config import MiniConfig
 from freda.data import mini
+from freda.data.config import MiniConfig
 from freda.data.generators import settings_in
 from freda.data.mini_item import Item
 from freda.eval.tasks import sums

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from freda.config import CorpusConfig
 from freda.data import synthetic
+from freda.data.config import CorpusConfig
 from freda.data.generators import settings_in
 from freda.eval.tasks.task import Example, Graded, Kind
 

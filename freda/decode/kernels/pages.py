@@ -1,6 +1,6 @@
 """Attention of a few new tokens of each request over its pages: a commit, a draft, or several drafts side by side.
 
-A request brings a few new tokens (`cache.Rows`): a block to commit, or none, then drafts of the next block. All of
+A request brings a few new tokens (`ForwardShape`): a block to commit, or none, then drafts of the next block. All of
 them see the committed text in the pages; the drafts also see the block that is being committed, and each its own. A
 program has a request, a head of keys and some of the query heads that share it, whose tokens are its rows; with few
 requests also a part of the text, and the last to come merges the parts (`_attend_parts`), with many the whole text
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freda.model.cache import Rows, Texts
-from freda.model.kernels.rowwise import Heads
+from freda.decode.kernels.rowwise import Heads
+from freda.decode.shapes import BlockTable, ForwardShape
 
 MANY = 64  # requests times heads of keys, from which on there is a program for each, and texts are not cut into parts
 
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     warps: int
 
 
-def cut_for(requests: int, heads: Heads, rows: Rows, *, long: bool = False) -> Cut:
+def cut_for(requests: int, heads: Heads, rows: ForwardShape, *, long: bool = False) -> Cut:
     """Few requests: many small programs, since what counts is how long one takes. Many: each key is read once.
 
     On an H200, Qwen3-4B's shape, one request: 128 keys at once by 8 warps are 2 µs a layer faster than 64 over 512
@@ -62,7 +62,7 @@ class Scratch(NamedTuple):
     counts: Tensor
 
 
-def new_scratch(cut: Cut, requests: int, heads: Heads, rows: Rows, device: torch.device) -> Scratch:
+def new_scratch(cut: Cut, requests: int, heads: Heads, rows: ForwardShape, device: torch.device) -> Scratch:
     """Enough for `attend`; the counts are left at zero."""
     teams = requests * heads.heads // cut.share
     size = teams * (cut.splits + 1) * _query_rows(cut, rows) if cut.splits else 0
@@ -73,13 +73,13 @@ def new_scratch(cut: Cut, requests: int, heads: Heads, rows: Rows, device: torch
     )
 
 
-def _query_rows(cut: Cut, rows: Rows) -> int:
+def _query_rows(cut: Cut, rows: ForwardShape) -> int:
     """With fewer than 64 rows there are no tall tiles of the tensor cores, with which alone loads are pipelined."""
     size: int = triton.next_power_of_2(rows.tokens * cut.share)
     return max(16 if cut.splits else 64, size)
 
 
-def rotary(texts: Texts, rows: Rows, inv_freq: Tensor, out: Tensor) -> None:
+def rotary(texts: BlockTable, rows: ForwardShape, inv_freq: Tensor, out: Tensor) -> None:
     """Cosine and sine of the rotary angles of all new tokens into `out` (2, M, width / 2)."""
     _rotary[(len(texts.stored), rows.tokens)](
         *(texts.stored, texts.pending, inv_freq, *out, rows.tokens, rows.commit, rows.block),
@@ -91,9 +91,9 @@ def rotary(texts: Texts, rows: Rows, inv_freq: Tensor, out: Tensor) -> None:
 def attend(
     parts: Tensor,
     cache: tuple[Tensor, Tensor],
-    texts: Texts,
+    texts: BlockTable,
     heads: Heads,
-    rows: Rows,
+    rows: ForwardShape,
     scratch: Scratch,
     out: Tensor,
 ) -> None:

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from freda.config import SweepConfig, SystemConfig
-from freda.eval import published
-from freda.eval.compare import Compared, compared
+from freda.eval.config import SweepConfig, SystemConfig
+from freda.eval.report import published
+from freda.eval.report.compare import Compared, compared
 from freda.eval.sweep import NEVER, PARTS, Point, Setting, canonical, main_setting
 from freda.methods import METHODS
 from freda.sections import build

@@ -7,34 +7,12 @@ batch may have different lengths; unused slots belong to document -1, which no t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
-
-
-class Rows(NamedTuple):
-    """The new tokens of every request in a forward."""
-
-    commit: int  # places for a block to commit: 0 or the block size
-    block: int
-    drafts: int
-
-    @property
-    def tokens(self) -> int:
-        """Of one request."""
-        return self.commit + self.block * self.drafts
-
-
-class Texts(NamedTuple):
-    """Where the texts of R requests are, on the device."""
-
-    table: Tensor  # (R, most pages) int32
-    stored: Tensor  # (R,) int32: committed tokens in the pages
-    pending: Tensor  # (R,) int32: tokens that the next forward commits: a block or 0
 
 
 class Cache:

@@ -2,7 +2,7 @@
 
 The reference loop (`generate`) and the engine differ in how they batch, cache and run the forward; what happens around
 it is here, once: candidates before, choice, prediction and commitment after. Tensors have a row for every request, on
-the device; what must be known on the host (`Wants`) is known from the requests, so nothing here waits for the device
+the device; what must be known on the host (`Limits`) is known from the requests, so nothing here waits for the device
 but the number of candidates that are worth a forward.
 
 Shapes: R requests, B tokens per block, C candidates, V vocabulary, D width.
@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from freda.config import DecodeConfig, MethodConfig
+from freda.decode.config import DecodeConfig
 from freda.methods.candidates import choose, merge_candidates, propose, sample
+from freda.methods.config import MethodConfig
 from freda.methods.draft import (
     Candidates,
     Draft,
@@ -38,7 +39,7 @@ from freda.model.scorer import Scorer
 from freda.model.transformer import Forward, KeysValues, Transformer
 
 
-class Lanes(NamedTuple):
+class DecodeState(NamedTuple):
     """The state of R requests, each at its own block and pass."""
 
     draft: Draft  # (R, B) each
@@ -53,9 +54,9 @@ class Lanes(NamedTuple):
         """Positions of the drafts' tokens, (R, B)."""
         return self.begin[:, None] + torch.arange(self.draft.ids.shape[1], device=self.begin.device)
 
-    def rows(self, rows: Tensor) -> Lanes:
+    def rows(self, rows: Tensor) -> DecodeState:
         """Only these requests, in this order."""
-        return Lanes(
+        return DecodeState(
             Draft(*(part[rows] for part in self.draft)),
             self.begin[rows],
             self.rules._replace(passes=self.rules.passes[rows], threshold=self.rules.threshold[rows]),
@@ -65,8 +66,8 @@ class Lanes(NamedTuple):
         )
 
 
-class Wants(NamedTuple):
-    """The most that any request of a batch wants."""
+class Limits(NamedTuple):
+    """The most that any request of a batch limits."""
 
     width: int
     swaps: int
@@ -81,9 +82,9 @@ class Choice(NamedTuple):
     scores: Tensor  # (R, C) fp32: ℓ + τ·s, without the noise
 
 
-def wants_of(method: Method, requests: Sequence[DecodeConfig]) -> Wants:
+def limits_of(method: Method, requests: Sequence[DecodeConfig]) -> Limits:
     """What the host must know of these requests. Width and swaps are nothing to a method without a scorer."""
-    return Wants(
+    return Limits(
         width=max((r.width for r in requests), default=1) if method.SCORES else 1,
         swaps=max((r.swaps for r in requests), default=0) if method.SCORES else 0,
         samples=any(r.temperature > 0 for r in requests),
@@ -91,7 +92,7 @@ def wants_of(method: Method, requests: Sequence[DecodeConfig]) -> Wants:
     )
 
 
-def make_lanes(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, stop_ids: Tensor) -> Lanes:
+def new_state(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, stop_ids: Tensor) -> DecodeState:
     """Requests at the beginning of their first block."""
 
     def row(values: Sequence[object], dtype: torch.dtype) -> Tensor:
@@ -112,17 +113,17 @@ def make_lanes(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, st
         row([r.select == "gumbel" for r in requests], torch.bool),
         seeds,
     )
-    return Lanes(draft, begin, rules, sampling, search)
+    return DecodeState(draft, begin, rules, sampling, search)
 
 
-def joined(first: Lanes, second: Lanes) -> Lanes:
+def joined(first: DecodeState, second: DecodeState) -> DecodeState:
     """The requests of both. Who has no share yet has had no pass either, and nothing is drawn for it."""
 
     def both(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(pair) for pair in zip(one, other, strict=True)]
 
     rules = both(first.rules[:2], second.rules[:2])
-    return Lanes(
+    return DecodeState(
         Draft(*both(first.draft, second.draft)),
         torch.cat([first.begin, second.begin]),
         Rules(rules[0], rules[1], first.rules.stop_ids),
@@ -132,13 +133,13 @@ def joined(first: Lanes, second: Lanes) -> Lanes:
     )
 
 
-def _joined_shares(first: Lanes, second: Lanes) -> Tensor | None:
-    known = next((lanes.share for lanes in (first, second) if lanes.share is not None), None)
+def _joined_shares(first: DecodeState, second: DecodeState) -> Tensor | None:
+    known = next((state.share for state in (first, second) if state.share is not None), None)
     if known is None:
         return None
-    missing = [known.new_zeros(len(lanes.begin), *known.shape[1:]) for lanes in (first, second)]
+    missing = [known.new_zeros(len(state.begin), *known.shape[1:]) for state in (first, second)]
     shares = [
-        none if lanes.share is None else lanes.share for lanes, none in zip((first, second), missing, strict=True)
+        none if state.share is None else state.share for state, none in zip((first, second), missing, strict=True)
     ]
     return torch.cat(shares)
 
@@ -153,16 +154,16 @@ def fresh_drafts(tails: Sequence[Sequence[int]], size: int, blank_id: int, devic
 
 
 def candidates_of(
-    lanes: Lanes, method: Method, config: MethodConfig, wants: Wants, *, count: int | None = None
+    state: DecodeState, method: Method, config: MethodConfig, limits: Limits, *, count: int | None = None
 ) -> Candidates:
     """What the forward sees of every draft: the draft itself, or several candidates side by side, `count` of them or as
     many as are worth a forward."""
     if not method.SCORES:
-        return alone(*method.rows(lanes.draft, config))
-    found = propose(lanes.draft, lanes.search, width=wants.width, swaps=wants.swaps)
-    if lanes.share is not None:
-        drawn = sample(lanes.draft, lanes.share, lanes.search, lanes.position, width=wants.width)
-        found = merge_candidates(lanes.search.sampled, found, drawn)
+        return alone(*method.rows(state.draft, config))
+    found = propose(state.draft, state.search, width=limits.width, swaps=limits.swaps)
+    if state.share is not None:
+        drawn = sample(state.draft, state.share, state.search, state.position, width=limits.width)
+        found = merge_candidates(state.search.sampled, found, drawn)
     if count is None:
         count = int(found.valid.sum(-1).max())  # the valid ones come first; a blank draft has one
     found = Candidates(*(part[:, :count] for part in found))
@@ -197,28 +198,30 @@ def soft_channel(
     return scorer.soft_channel(model, of_draft, position[:, committed:], mask, seen)
 
 
-def chosen(model: Transformer, method: Method, lanes: Lanes, candidates: Candidates, soft: Tensor | None) -> Choice:
+def chosen(
+    model: Transformer, method: Method, state: DecodeState, candidates: Candidates, soft: Tensor | None
+) -> Choice:
     """The candidate that goes on; `soft` (R, C·B, D) is the scorer's view of all of them."""
     rows, count = candidates.valid.shape
     if soft is None or not method.SCORES:
-        return Choice(torch.zeros_like(lanes.begin), candidates.log_prob)
+        return Choice(torch.zeros_like(state.begin), candidates.log_prob)
     assert isinstance(model.scorer, Scorer)
     embedding = model.embed_tokens(candidates.ids).flatten(0, 1)
     counted = torch.ones_like(candidates.ids, dtype=torch.bool).flatten(0, 1)
     size = candidates.ids.shape[-1]
     score = model.scorer(soft.reshape(rows * count, size, -1), embedding, counted).view(rows, count)
-    place = torch.stack([lanes.begin, lanes.draft.passes], dim=-1)
-    winner = choose(candidates, score, lanes.search, place)
-    return Choice(winner, candidates.log_prob + lanes.search.tau[:, None] * score)
+    place = torch.stack([state.begin, state.draft.passes], dim=-1)
+    winner = choose(candidates, score, state.search, place)
+    return Choice(winner, candidates.log_prob + state.search.tau[:, None] * score)
 
 
-def after_pass(lanes: Lanes, method: Method, logits: Tensor, wants: Wants) -> Lanes:
+def after_pass(state: DecodeState, method: Method, logits: Tensor, limits: Limits) -> DecodeState:
     """The drafts that a pass leaves, from the logits (R, B, V) of the chosen candidates."""
-    sampling = lanes.sampling if wants.samples else None
-    prediction = predict(logits, sampling, lanes.position, runner_up=method.SCORES)
-    return settled(lanes, method, prediction)._replace(share=logits.softmax(-1) if wants.draws else None)
+    sampling = state.sampling if limits.samples else None
+    prediction = predict(logits, sampling, state.position, runner_up=method.SCORES)
+    return settled(state, method, prediction)._replace(share=logits.softmax(-1) if limits.draws else None)
 
 
-def settled(lanes: Lanes, method: Method, prediction: Prediction) -> Lanes:
+def settled(state: DecodeState, method: Method, prediction: Prediction) -> DecodeState:
     """The drafts after a prediction (R, B)."""
-    return lanes._replace(draft=method.update(lanes.draft, prediction, lanes.rules))
+    return state._replace(draft=method.update(state.draft, prediction, state.rules))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freda.model.kernels.skinny import HEAD, Matrix, Stream, in_bytes, multiplied
+from freda.decode.kernels.skinny import HEAD, Matrix, Stream, in_bytes, multiplied
 
 IDS_AT_ONCE = 4096  # logits of a token that one program reads
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from freda.errors import missing_package
-from freda.eval import published
-from freda.eval.sweep import NEVER, Setting
-from freda.eval.tables import (
+from freda.eval.report import published
+from freda.eval.report.tables import (
     OVERALL,
     Score,
     Sweep,
@@ -23,6 +22,7 @@ from freda.eval.tables import (
     pareto_panels,
     pareto_scores,
 )
+from freda.eval.sweep import NEVER, Setting
 from freda.methods import METHODS
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # told apart by all eyes

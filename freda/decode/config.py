@@ -1,0 +1,56 @@
+"""How a text is continued, and how large an engine is: the options of `freda generate`, `chat`, `eval` and `sweep`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from freda.errors import require
+from freda.sections import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How one text is continued; not a section of a run's config, but the options of `freda generate`."""
+
+    max_new_tokens: int = knob(128, "most tokens to make")
+    passes: int = knob(4, "most passes per block, K")
+    threshold: float = knob(0.9, "probability η from which a token is committed; above 1 never")
+    temperature: float = knob(0.0, "0 takes the most probable token")
+    top_p: float = knob(1.0, "sample from the smallest set of tokens with this probability")
+    seed: int = knob(0, "seed of the sampling")
+    width: int = knob(4, "best-of-n: most candidates per pass, N")
+    tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
+    swaps: int = knob(2, "best-of-n: most positions a candidate changes, R")
+    candidates: Literal["beam", "sampled"] = knob("beam", "best-of-n: cheapest changes to the draft, or random draws")
+    select: Literal["argmax", "gumbel"] = knob("argmax", "best-of-n: take the best beam candidate, or choose by chance")
+
+    def __post_init__(self) -> None:
+        require(1 <= self.width <= 256, f"width is {self.width}; use 1 to 256")
+        require(0 <= self.tau <= 1e6, f"tau is {self.tau}; use 0 to 1e6")
+        require(self.swaps >= 0, f"swaps is {self.swaps}; use 0 or more")
+        require(self.candidates in ("beam", "sampled"), f"candidates is {self.candidates!r}; use beam or sampled")
+        require(self.select in ("argmax", "gumbel"), f"select is {self.select!r}; use argmax or gumbel")
+        require(1 <= self.max_new_tokens <= 2**20, f"max_new_tokens is {self.max_new_tokens}; use 1 to {2**20}")
+        require(self.passes >= 1, f"passes is {self.passes}; use 1 or more")
+        require(
+            0 < self.threshold < math.inf,
+            f"threshold is {self.threshold}; use a probability above 0, or a number above 1 for never",
+        )
+        require(self.temperature >= 0, f"temperature is {self.temperature}; use 0 (greedy) or more")
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; use a share above 0, at most 1")
+        require(abs(self.seed) < 2**63, f"seed is {self.seed}; use a number of at most 63 bits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The size of an engine."""
+
+    max_batch: int = knob(16, "requests that run side by side")
+    page_size: int = knob(16, "tokens of a page")
+    pages: int = knob(0, "pages of the cache; 0: enough for max_batch of the longest texts, at most 65,536 tokens")
+    queue: int = knob(1024, "requests that may wait")
+    prefill: int = knob(4096, "prompt tokens in one forward")
+    on_device: bool = knob(True, "keep passes on the GPU, in CUDA graphs, where model and request allow it")
+    int8: bool = knob(False, "on a GPU: int8 weights where few tokens wait for them")

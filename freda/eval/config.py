@@ -1,0 +1,93 @@
+"""What `freda sweep` reads from its TOML file: what is measured, and of which systems."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from freda.decode.config import DecodeConfig
+from freda.errors import require
+from freda.sections import build, knob, read_tables
+
+SWEEP_PARTS = ("main", "passes", "pareto", "stability", "tau", "width")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemConfig:
+    """`[system.NAME]`: one system of a sweep, a row of its tables and a curve of its figures."""
+
+    models: tuple[str, ...] = knob((), "model or run folders: one, or several trained with different seeds")
+    data: str = knob("", "folder of benchmark files for this system alone; empty takes --data")
+    baseline: bool = knob(False, "the system that others are compared with; at most one")
+    passes: int = knob(4, "most passes per block in the main table, K")
+    threshold: float = knob(0.9, "commitment threshold in the main table, η")
+    width: int = knob(4, "best-of-n: candidates, N")
+    tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
+
+    def __post_init__(self) -> None:
+        require(bool(self.models), "models is empty; name one model or run folder, or several")
+        self.decoding(0)
+
+    def decoding(self, max_new_tokens: int, **changed: Any) -> DecodeConfig:
+        """How its answers are made; 0 tokens takes the default."""
+        names = ("passes", "threshold", "width", "tau")
+        limit = {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
+        return DecodeConfig(**{**{name: getattr(self, name) for name in names}, **limit, **changed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """`[sweep]`: what `freda sweep` measures with every `[system.NAME]`, and draws."""
+
+    parts: tuple[str, ...] = knob(SWEEP_PARTS, "tables and figures to make, by name")
+    tasks: tuple[str, ...] = knob(("gsm8k", "math500", "humaneval", "humaneval_plus"), "benchmarks, see freda eval")
+    limit: int = knob(0, "only the first questions of each; 0 asks all")
+    passes: tuple[int, ...] = knob((1, 2, 3, 4, 5, 6), "passes, pareto: numbers of passes")
+    early_stop_passes: int = knob(3, "passes: most passes with the threshold on; with more, every block gets them all")
+    thresholds: tuple[float, ...] = knob((0.5, 0.7, 0.8, 0.9, 0.95, 0.99), "pareto: commitment thresholds")
+    taus: tuple[float, ...] = knob((0.0, 0.1, 0.3, 1.0), "tau: weights of the scorer")
+    widths: tuple[int, ...] = knob((2, 4), "width: numbers of candidates")
+    width_passes: tuple[int, ...] = knob((2, 4), "width: numbers of passes")
+    stability_examples: int = knob(200, "stability: questions of each task whose published answers are refined")
+    max_new_tokens: int = knob(1024, "most tokens of an answer; a task may set less")
+    batch_size: int = knob(64, "questions answered side by side")
+
+    def __post_init__(self) -> None:
+        unknown = [part for part in self.parts if part not in SWEEP_PARTS]
+        require(not unknown, f"sweep.parts has {', '.join(unknown)}; use {', '.join(SWEEP_PARTS)}")
+        for name in ("parts", "tasks", "passes", "thresholds", "taus", "widths", "width_passes"):
+            require(bool(getattr(self, name)), f"sweep.{name} is empty; name one or more")
+        for name in ("stability_examples", "batch_size", "max_new_tokens"):
+            require(getattr(self, name) >= 1, f"sweep.{name} is {getattr(self, name)}; use 1 or more")
+        for count in (*self.passes, *self.width_passes):
+            DecodeConfig(passes=count)  # a value that cannot be is told now, not after hours of work
+        for width in self.widths:
+            DecodeConfig(width=width)
+        for threshold in self.thresholds:
+            DecodeConfig(threshold=threshold)
+        for tau in self.taus:
+            DecodeConfig(tau=tau)
+        for name in ("limit", "early_stop_passes"):
+            require(getattr(self, name) >= 0, f"sweep.{name} is {getattr(self, name)}; use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """One sweep: what is measured, and of what."""
+
+    sweep: SweepConfig = SweepConfig()
+    system: Mapping[str, SystemConfig] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(bool(self.system), "the sweep has no [system.NAME]; name at least one, with its models")
+        marked = [name for name, system in self.system.items() if system.baseline]
+        require(len(marked) <= 1, f"{' and '.join(marked)} are both a baseline; mark one")
+
+
+def load_sweep(path: Path, overrides: Iterable[str] = ()) -> SweepFile:
+    """The sweep that a TOML file describes, with `section.key=value` overrides applied in order."""
+    sweep: SweepFile = build(SweepFile, read_tables(path, overrides), "")
+    return sweep

@@ -1,0 +1,47 @@
+"""The shape of a Transformer: the `[model]` section of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from freda.errors import require
+from freda.sections import knob
+
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """`[model]`: the shape of a Transformer trained from scratch. With `train.init` the checkpoint's shape is used."""
+
+    vocab_size: int = knob(0, "rows of the embedding table; 0 takes the tokenizer's")
+    dim: int = knob(128, "width of the residual stream")
+    layers: int = knob(4, "number of transformer layers")
+    heads: int = knob(4, "query heads")
+    kv_heads: int = knob(4, "key and value heads (grouped-query attention when fewer than heads)")
+    head_dim: int = knob(32, "width of one head")
+    ffn_dim: int = knob(384, "inner width of the feed-forward")
+    max_positions: int = knob(4096, "longest document the model is meant for")
+    rope_theta: float = knob(10_000.0, "base of the rotary frequencies")
+    rope_scaling: Mapping[str, Any] | None = knob(None, "Llama-3 frequency scaling, as in the checkpoint's config")
+    norm_eps: float = knob(1e-6, "epsilon of RMSNorm")
+    qk_norm: bool = knob(True, "RMSNorm on queries and keys (Qwen3)")
+    qkv_bias: bool = knob(False, "bias on the query, key and value projections (Qwen2.5)")
+    tied: bool = knob(True, "head and embedding share one matrix")
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim"):
+            require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}; use 1 or more")
+        require(
+            self.heads % self.kv_heads == 0,
+            f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}",
+        )
+        require(
+            not (self.qk_norm and self.qkv_bias),
+            "model.qk_norm and model.qkv_bias are both true; Qwen3 has the norm, Qwen2.5 the bias, no family has both",
+        )
+        missing = [key for key in LLAMA3_SCALING if self.rope_scaling is not None and key not in self.rope_scaling]
+        require(not missing, f"model.rope_scaling has no {', '.join(missing)}; only the scaling of Llama 3 is known")
+        require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}; rotary embedding needs an even number")
