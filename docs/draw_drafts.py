@@ -16,7 +16,7 @@ from rich.terminal_theme import MONOKAI
 from freda.decode.generate import Request, generate
 from freda.decode.show import pass_line
 from freda.methods import METHODS
-from freda.model.weights import load_model
+from freda.folders.model_folder import load_model
 
 TARGET = Path(__file__).parent / "images" / "refine.svg"
 

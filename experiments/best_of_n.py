@@ -33,7 +33,7 @@ from freda.methods import METHODS
 from freda.methods.best_of_n import beam_slots, frozen_clean_half, proposal, score_slots
 from freda.methods.config import MethodConfig
 from freda.model.transformer import pick_device
-from freda.model.weights import LoadedModel, load_model
+from freda.folders.model_folder import LoadedModel, load_model
 from freda.train.config import RunConfig, TrainConfig
 from freda.train.loop import train
 

@@ -262,8 +262,8 @@ def convert(
     int8: Annotated[bool, typer.Option("--int8", help="Of a model folder of ours: a copy with int8 matrices.")] = False,
 ) -> None:
     """Make a model folder of an autoregressive checkpoint, BLANK token added."""
-    from freda.model.convert import convert as convert_checkpoint
-    from freda.model.quantize import quantize_model
+    from freda.folders.convert import convert as convert_checkpoint
+    from freda.folders.quantize import quantize_model
 
     if int8:
         if dtype is not None:

@@ -30,11 +30,11 @@ from freda.decode.generate import Output, Pass, Request, generate
 from freda.decode.show import LiveDrafts, pass_line
 from freda.errors import FredaError
 from freda.eval.run import exact_match, token_accuracy
+from freda.folders.model_folder import LoadedModel, load_model
+from freda.folders.resolve import packaged_folder
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig, MethodName
 from freda.model.config import ModelConfig
-from freda.model.folders import packaged_folder
-from freda.model.weights import LoadedModel, load_model
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.loop import train
 

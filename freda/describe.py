@@ -13,8 +13,9 @@ from freda.data.shards import verify as verify_shards
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
 from freda.files import read_json
-from freda.model.folders import model_path, packaged, resolve_model_folder
-from freda.model.weights import family_of, load_model
+from freda.folders.hugging_face import family_of
+from freda.folders.model_folder import load_model
+from freda.folders.resolve import model_path, packaged, resolve_model_folder
 from freda.train.metrics import read_metrics
 
 SHOWN_TOKENS = 60  # of the first document

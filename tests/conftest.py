@@ -10,7 +10,7 @@ from freda.data.tokenizer import train_tokenizer
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
+from freda.folders.model_folder import LoadedModel
 
 VOCAB, BLANK, EOS = 29, 28, 27
 

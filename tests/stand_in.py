@@ -8,7 +8,7 @@ from pathlib import Path
 from freda.data import mini
 from freda.data.config import MiniConfig
 from freda.data.shards import Manifest
-from freda.model.weights import save_model
+from freda.folders.model_folder import save_model
 from tests.conftest import answering_model
 
 EASY = MiniConfig(documents=200, validation_documents=10)

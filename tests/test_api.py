@@ -14,7 +14,7 @@ from freda.decode.batch import Pass, Request
 from freda.decode.generate import generate
 from freda.errors import FredaError
 from freda.methods import METHODS
-from freda.model.weights import load_model, save_model
+from freda.folders.model_folder import load_model, save_model
 from tests.conftest import answering_model
 
 PROMPTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "", "a longer prompt that says nothing at all, but goes on"]

@@ -27,7 +27,7 @@ from freda.methods import METHODS
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import save_model
+from freda.folders.model_folder import save_model
 
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
 

@@ -35,7 +35,7 @@ from freda.model.head import Logits
 from freda.model.masks import clean_tokens
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import load_model, save_model
+from freda.folders.model_folder import load_model, save_model
 from freda.train import loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from tests.conftest import EOS, packed_batch, tiny_model

@@ -25,7 +25,7 @@ from freda.errors import FredaError
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import save_model
+from freda.folders.model_folder import save_model
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"

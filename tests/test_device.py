@@ -26,7 +26,7 @@ from freda.methods.draft import Prediction, predict, soft_embedding
 from freda.model.attention import make_mask
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
+from freda.folders.model_folder import LoadedModel
 
 GREEDY = {"temperature": 0.0, "candidates": "beam"}
 

@@ -21,7 +21,7 @@ from freda.methods import METHODS
 from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
+from freda.folders.model_folder import LoadedModel
 
 ALL = ("autoregressive", "block-diffusion", "self-refine", "best-of-n")
 SMALL = EngineConfig(max_batch=3, page_size=8, pages=40, prefill=24)

@@ -15,7 +15,7 @@ from freda.methods import METHODS
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
+from freda.folders.model_folder import LoadedModel
 
 TEST = problems("test", 12, steps=1, max_number=30, seed=0)
 

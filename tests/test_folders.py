@@ -15,9 +15,9 @@ from freda.data import mini
 from freda.decode.chat import Chat, messages, suggestions
 from freda.describe import describe
 from freda.errors import FredaError
-from freda.model import folders
-from freda.model.folders import model_path, packaged, resolve_model_folder
-from freda.model.weights import load_model
+from freda.folders import resolve as folders
+from freda.folders.resolve import model_path, packaged, resolve_model_folder
+from freda.folders.model_folder import load_model
 from tests.stand_in import EASY, write_stand_in
 
 

@@ -27,7 +27,7 @@ from freda.eval.tasks import TASKS, gsm8k
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel, save_model
+from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import write_lines, written
 
 pytest.importorskip("lm_eval")

@@ -18,7 +18,7 @@ from freda.methods import METHODS
 from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
+from freda.folders.model_folder import LoadedModel
 from tests.conftest import BLANK, tiny_model
 
 BLOCKS = ["self-refine", "block-diffusion", "best-of-n"]

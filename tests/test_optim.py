@@ -20,7 +20,7 @@ from freda.methods.config import MethodConfig
 from freda.model import kernels
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import load_model
+from freda.folders.model_folder import load_model
 from freda.train import loop, setup
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import adamw_rates, clip_and_update, make_optimizer, total_norm

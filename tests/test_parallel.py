@@ -27,7 +27,7 @@ from freda.methods import best_of_n
 from freda.methods.config import MethodConfig
 from freda.methods.method import Step
 from freda.model.config import ModelConfig
-from freda.model.weights import load_model
+from freda.folders.model_folder import load_model
 from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig

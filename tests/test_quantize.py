@@ -13,10 +13,10 @@ from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
-from freda.model.quantize import SCALE, packed, unpacked
+from freda.folders.quantize import SCALE, packed, unpacked
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import load_model, save_model
+from freda.folders.model_folder import load_model, save_model
 
 
 def test_weights_are_off_by_half_a_step_at_most() -> None:

@@ -24,7 +24,7 @@ from freda.eval.tasks import TASKS, gpqa, humaneval, math500, mbpp, mmlu, sums
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows
 from freda.files import locked
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
+from freda.folders.model_folder import LoadedModel
 from tests.conftest import answering_model
 
 SHORT = DecodeConfig(max_new_tokens=9, passes=2, threshold=0.3)

@@ -24,10 +24,10 @@ from freda.data.tokenizer import Tokenizer
 from freda.errors import AgreedError, FredaError
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
-from freda.model.quantize import SCALE, quantize_model
+from freda.folders.quantize import SCALE, quantize_model
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import SCORER_FILE, load_model, save_model
+from freda.folders.model_folder import SCORER_FILE, load_model, save_model
 from freda.train import loop
 from freda.train import setup as starting
 from freda.train.config import DataConfig, RunConfig, TrainConfig

@@ -23,7 +23,7 @@ from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
-from freda.model.weights import load_model
+from freda.folders.model_folder import load_model
 from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig

@@ -25,17 +25,12 @@ from freda.methods.config import MethodConfig
 from freda.model import masks
 from freda.model.attention import make_mask
 from freda.model.config import ModelConfig
-from freda.model.convert import convert
-from freda.model.folders import resolve_model_folder
-from freda.model.gguf import SPLITS
+from freda.folders.convert import convert
+from freda.folders.resolve import resolve_model_folder
+from freda.folders.gguf import SPLITS
 from freda.model.transformer import Transformer
-from freda.model.weights import (
-    EMBEDDING,
-    HEAD,
-    load_model,
-    save_model,
-    written_beside,
-)
+from freda.folders.model_folder import load_model, save_model
+from freda.folders.hugging_face import EMBEDDING, HEAD, written_beside
 
 TOLERANCE = 1e-4
 LENGTH = 40
@@ -279,7 +274,7 @@ def test_run_folder_means_its_newest_checkpoint(model_folder: Path, tmp_path: Pa
 
 
 def test_weights_module_does_not_import_transformers() -> None:
-    code = "import sys, freda.model.weights, freda.model.gguf; print({'transformers', 'gguf'} & sys.modules.keys())"
+    code = "import sys, freda.folders.model_folder, freda.folders.gguf; print({'transformers', 'gguf'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

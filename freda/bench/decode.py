@@ -27,12 +27,13 @@ from freda.decode.device import BUCKETS, LONG
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.errors import require
+from freda.folders.hugging_face import DTYPES
+from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
 from freda.model.shapes import QWEN3_BLANK, SHAPES, layer_parameters
 from freda.model.transformer import Transformer, pick_device
-from freda.model.weights import DTYPES, LoadedModel, load_model
 
 Note = Callable[[str], None]
 

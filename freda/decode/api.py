@@ -19,8 +19,9 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.engine import Engine, Event
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, require
+from freda.folders.hugging_face import DTYPES
+from freda.folders.model_folder import LoadedModel, load_model
 from freda.model.transformer import pick_device
-from freda.model.weights import DTYPES, LoadedModel, load_model
 
 UNFINISHED = "\ufffd"  # what a decoder makes of a character whose last bytes are still to come
 

@@ -23,7 +23,7 @@ from freda.decode.batch import Pass
 from freda.decode.config import DecodeConfig
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
-from freda.model.folders import packaged_folder
+from freda.folders.resolve import packaged_folder
 
 HELP = """/reset            forget the conversation
 /set passes=2     change a setting: passes, threshold, max_new_tokens, temperature, ...

@@ -13,9 +13,10 @@ from freda.decode.generate import Output, Request, generate
 from freda.decode.show import LiveDrafts
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, note, require
+from freda.folders.hugging_face import DTYPES
+from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import METHODS
 from freda.model.transformer import pick_device
-from freda.model.weights import DTYPES, LoadedModel, load_model
 
 PAGE = 64  # tokens
 

@@ -19,15 +19,12 @@ import torch
 from torch import Tensor
 
 from freda.decode.batch import Batch, Text, Watch
-from freda.decode.config import DecodeConfig
 from freda.decode.pages import PagedCache
 from freda.decode.shapes import BlockTable, ForwardShape
-from freda.decode.state import DecodeState, Limits, candidates_of, chosen, limits_of, settled
-from freda.methods.config import MethodConfig
 from freda.methods.draft import Candidates, Prediction, merge, start
 from freda.methods.method import Method
-from freda.model.scorer import Scorer
-from freda.model.transformer import Transformer
+from freda.methods.state import DecodeState, Limits
+from freda.model.parts import Parts
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # numbers of requests that graphs are made for
 MOST_AHEAD = 64  # tokens of a forward that waits for the weights, whose time does not depend on how many they are
@@ -66,32 +63,23 @@ class State(NamedTuple):
         return [*self.lanes.draft, self.lanes.begin, self.texts.stored, self.texts.pending, self.pending_ids]
 
     def loaded(self) -> list[Tensor]:
-        """That, and what differs from batch to batch."""
+        """What a pass changes, and what differs from batch to batch."""
         return [*self.tensors(), self.texts.table, self.real, *self.lanes.rules[:2], *self.lanes.search]
 
 
 class Setting(NamedTuple):
     """What does not change while a batch runs."""
 
-    model: Transformer
+    parts: Parts
     machine: ForwardBackend
     method: Method
-    config: MethodConfig
     limits: Limits
     compiled: bool = False  # what is around the forward
 
 
-def stays_on_device(model: Transformer, config: MethodConfig, request: DecodeConfig) -> bool:
-    """Can a request be decoded by these passes? Not if it draws tokens or candidates by chance, which wants all logits,
-    nor with a scorer that has a last layer of its own or embeddings that are rescaled."""
-    own_layer = isinstance(model.scorer, Scorer) and model.scorer.last_layer is not None
-    by_chance = request.temperature > 0 or request.candidates == "sampled"
-    return not (by_chance or own_layer or config.rescale)
-
-
 def prefill(machine: ForwardBackend, cache: PagedCache, texts: Sequence[Text], size: int, last: int, most: int) -> None:
     """Bring the prompts of `texts` of which nothing is stored into the cache, but for their `last` tokens, about `most`
-    tokens in a forward; longer ones by themselves. BlockTable of like length go together."""
+    tokens in a forward; longer ones by themselves. Texts of like length go together."""
     spare, device = cache.pages.spare, cache.lengths.device
     new = [row for row, text in enumerate(texts) if text.stored == 0 and len(text.clean) > last]
     new.sort(key=lambda row: len(texts[row].clean))
@@ -110,30 +98,31 @@ def prefill(machine: ForwardBackend, cache: PagedCache, texts: Sequence[Text], s
 
 
 def one_pass(state: State, setting: Setting, rows: ForwardShape, buffers: Any) -> Tensor:
-    """A pass over `state`, which it changes. Its report is (R, 2 + B) int64: has the block closed, is it sound, ids."""
+    """A pass over `state`, which it changes. Its report is (R, 2 + B) int64: is the block closed, are its probabilities
+    finite, its ids."""
     machine, size, count = setting.machine, rows.block, len(state.pending_ids)
     before, choice, after = _around(setting.compiled)
-    ids, alpha, *found = before(state, setting.method, setting.config, setting.limits, rows)
+    ids, alpha, *found = before(state, setting.method, setting.limits, rows)
     machine.run((ids, alpha), state.texts, rows, buffers)
     first = torch.arange(count, device=ids.device)[:, None] * rows.tokens
     tokens = first + torch.arange(size, device=ids.device)
     if rows.drafts:
-        scored = setting.method.SCORES and rows.drafts > 1
-        soft = machine.hidden(buffers).view(count, rows.tokens, -1)[:, rows.commit :] if scored else None
-        chosen_one = choice(setting.model, setting.method, state.lanes, found, soft)
+        several = rows.drafts > 1
+        soft = machine.hidden(buffers).view(count, rows.tokens, -1)[:, rows.commit :] if several else None
+        chosen_one = choice(setting.parts, setting.method, state.lanes, found, soft)
         tokens = tokens + rows.commit + chosen_one[:, None] * size
     prediction = tuple(machine.predict(tokens, buffers))
-    report: Tensor = after(state, setting.method, prediction, rows, setting.model.blank_id)
+    report: Tensor = after(state, setting.method, prediction, rows, setting.parts.backbone.blank_id)
     return report
 
 
-# What these three give back are tensors and plain tuples: a named tuple that a compiled function returns is damaged in
-# torch 2.11 (its fields cannot be taken apart).
+# These three return tensors and plain tuples: torch 2.11 damages a named tuple that a compiled function returns (its
+# fields cannot be taken apart).
 
 
-def shown(state: State, method: Method, config: MethodConfig, limits: Limits, rows: ForwardShape) -> tuple[Tensor, ...]:
+def shown(state: State, method: Method, limits: Limits, rows: ForwardShape) -> tuple[Tensor, ...]:
     """What a forward sees: ids and α of all its tokens, (R · rows,) each; and the `Candidates` among them."""
-    found = candidates_of(state.lanes, method, config, limits, count=max(1, rows.drafts))
+    found = method.candidates(state.lanes, limits, count=max(1, rows.drafts))
     parts = [(state.pending_ids, torch.ones_like(state.pending_ids, dtype=torch.float32))] if rows.commit else []
     if rows.drafts:
         parts.append((found.ids.flatten(1), found.alpha.flatten(1)))
@@ -141,11 +130,9 @@ def shown(state: State, method: Method, config: MethodConfig, limits: Limits, ro
     return ids, alpha, *found
 
 
-def winner(
-    model: Transformer, method: Method, lanes: DecodeState, found: Sequence[Tensor], soft: Tensor | None
-) -> Tensor:
-    """Which of the candidates `found` goes on, (R,)."""
-    return chosen(model, method, lanes, Candidates(*found), soft).winner
+def winner(parts: Parts, method: Method, lanes: DecodeState, found: Sequence[Tensor], soft: Tensor | None) -> Tensor:
+    """The candidate among `found` that is kept, (R,)."""
+    return method.choose(parts, lanes, Candidates(*found), soft).winner
 
 
 def advance(state: State, method: Method, prediction: Sequence[Tensor], rows: ForwardShape, blank_id: int) -> Tensor:
@@ -154,10 +141,10 @@ def advance(state: State, method: Method, prediction: Sequence[Tensor], rows: Fo
     The new state is written over the old one here, so that compiled, nothing is copied afterwards.
     """
     lanes, texts, pending_ids, real = state
-    lanes = settled(lanes, method, Prediction(*prediction))
-    draft, closed = lanes.draft, lanes.draft.closed
-    sound = draft.prob.isfinite().all(-1)
-    report = torch.cat([torch.stack([closed, sound], dim=1).long(), draft.ids], dim=1)
+    draft = method.update(lanes.draft, Prediction(*prediction), lanes.rules)
+    closed = draft.closed
+    finite = draft.prob.isfinite().all(-1)
+    report = torch.cat([torch.stack([closed, finite], dim=1).long(), draft.ids], dim=1)
     fresh = start(draft.ids, torch.zeros_like(draft.given), blank_id)
     lanes = lanes._replace(draft=merge(~closed, draft, fresh), begin=lanes.begin + rows.block * closed)
     stored = texts.stored + texts.pending if rows.commit else texts.stored
@@ -273,7 +260,7 @@ class DeviceBatch(Batch):
         *,
         compiled: bool = False,
     ) -> None:
-        super().__init__(base.model, base.method, base.config, base.texts, sorted(base.stop_ids), base.cache)
+        super().__init__(base.parts, base.method, base.texts, sorted(base.stop_ids), base.cache)
         self._machine, self._programs, self._table_pages = machine, programs, table_pages
         self._compiled = compiled and self.device.type == "cuda"
         self._program: Program | None = None
@@ -283,12 +270,12 @@ class DeviceBatch(Batch):
 
     def _load(self) -> Program:
         """The state of all texts, filled up to the next size that there are graphs for."""
-        limits = limits_of(self.method, [text.request for text in self.texts])
+        limits = self.method.limits([text.request for text in self.texts])
         size = next((bucket for bucket in BUCKETS if bucket >= len(self.texts)), -(-len(self.texts) // 64) * 64)
         state = self._state(size)
-        key = (self.method.__name__, size, limits)  # type: ignore[attr-defined]
+        key = (self.method, size, limits)
         if key not in self._programs:
-            setting = Setting(self.model, self._machine, self.method, self.config, limits, self._compiled)
+            setting = Setting(self.parts, self._machine, self.method, limits, self._compiled)
             self._programs[key] = Program(state, setting)
         else:
             self._programs[key].load(state)
@@ -335,8 +322,8 @@ class DeviceBatch(Batch):
         if self._program is None:
             self._program = self._load()
         pending = self._goes_ahead() or any(text.stored < len(text.clean) for text in self.texts)
-        width = self._program.setting.limits.width if self.method.SCORES else 1
-        drafts = 0 if not self.method.DRAFTS else 1 if len(self._fresh_rows) == len(self.texts) else width
+        width = self._program.setting.limits.width
+        drafts = (1 if len(self._fresh_rows) == len(self.texts) else width) if self.layout.slots else 0
         long = any(len(text.clean) > LONG for text in self.texts)
         report = self._program.step(ForwardShape(self.size if pending else 0, self.size, drafts), long)
         return Report(report[: len(self.texts)])
@@ -345,7 +332,8 @@ class DeviceBatch(Batch):
         """Few tokens, among which a block to commit costs nothing where there is none; and not all at their end."""
         few = len(self.texts) * 2 * self.size <= MOST_AHEAD
         ending = all(len(text.new) + self.size >= text.request.max_new_tokens for text in self.texts)
-        return few and not ending and not self.method.SCORES and not self.watched
+        width = self.method.limits([text.request for text in self.texts]).width  # several: a blank draft has but one
+        return few and not ending and width == 1 and not self.watched
 
     def _plain_pass(self) -> list[int]:
         """A pass as `Batch` does it, where somebody wants to see the drafts."""

@@ -20,12 +20,12 @@ from freda.decode.config import EngineConfig
 from freda.decode.device import DeviceBatch, ForwardBackend, Program, prefill, stays_on_device
 from freda.decode.pages import PagedCache, Pages
 from freda.errors import require
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
 from freda.methods.config import MethodName
 from freda.methods.method import block_size
 from freda.model.staircase import MOST_BLOCK
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
 
 # Most requests of an engine whose passes are compiled around the forward: some eighty kernels of 2 µs are 6% of a
 # forward over few tokens. Compiling takes a while, and pays for an engine that is made for one stream.

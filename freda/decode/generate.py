@@ -11,20 +11,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from freda.decode.batch import Batch, Output, Pass, Request, Text, Watch, check_requests
+from freda.decode.batch import Batch, Output, Pass, Request, Text, Watch
 from freda.decode.cache import Cache
-from freda.methods.config import MethodConfig
-from freda.methods.method import Method, block_size
-from freda.model.transformer import Transformer
+from freda.methods.method import Method
+from freda.model.parts import Parts
 
 __all__ = ["Output", "Pass", "Request", "Watch", "generate"]
 
 
 @torch.no_grad()
 def generate(
-    model: Transformer,
+    parts: Parts,
     method: Method,
-    config: MethodConfig,
     requests: Sequence[Request],
     *,
     stop_ids: Sequence[int],
@@ -36,14 +34,15 @@ def generate(
     """Continue every request. `stopped` is asked after each block whether the new tokens of a text are enough, for stop
     strings. `fused=False` commits in forwards of their own and `cached=False` keeps no cache: the plain twins, with
     equal tokens."""
-    check_requests(model, method, config, requests)
+    for request in requests:
+        method.check(parts, request, request.prompt)
     begun = time.perf_counter()
     outputs: dict[int, Output] = {}
-    size = block_size(method, config)
+    size = method.layout.block
     texts = [Text(index, request, size) for index, request in enumerate(requests)]
     longest = max((len(r.prompt) + r.max_new_tokens + size for r in requests), default=0)
-    cache = Cache(model, len(requests), longest) if cached else None
-    loop = Batch(model, method, config, texts, stop_ids, cache)
+    cache = Cache(parts.backbone, len(requests), longest) if cached else None
+    loop = Batch(parts, method, texts, stop_ids, cache)
     while loop.texts:
         if not fused:
             loop.commit()

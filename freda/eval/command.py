@@ -23,9 +23,10 @@ from freda.eval.selfcheck import self_check
 from freda.eval.sweep import read_sweep, run_sweep
 from freda.eval.tasks import TASKS, load_examples, tasks_named
 from freda.eval.tasks.task import Example
-from freda.model.folders import packaged_folder, resolve_model_folder
+from freda.folders.hugging_face import DTYPES
+from freda.folders.model_folder import LoadedModel, load_model
+from freda.folders.resolve import packaged_folder, resolve_model_folder
 from freda.model.transformer import pick_device
-from freda.model.weights import DTYPES, LoadedModel, load_model
 
 EVALS = Path("runs/eval")  # of packaged models
 PUBLISHED = {True: " as published", False: ", not the published questions", None: ""}

@@ -32,8 +32,8 @@ from freda.eval.folder import RESULTS, SAMPLES, read_samples
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.tasks.task import Example, Graded, Task, checksum
 from freda.files import locked, write_whole
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
-from freda.model.weights import LoadedModel
 
 SHOWN_PROMPTS = 3
 PAGE = 16  # tokens

@@ -36,8 +36,8 @@ from freda.eval.sandbox import isolation
 from freda.eval.tasks import TASKS
 from freda.eval.tasks.task import Example, checksum
 from freda.files import write_whole
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
-from freda.model.weights import LoadedModel
 
 HARNESS = "harness.json"
 SHOWN_IDS = 5

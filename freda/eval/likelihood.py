@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from freda.errors import require
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
 from freda.methods.draft import soft_embedding, start
 from freda.model.attention import make_mask
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.transformer import Forward, Transformer
-from freda.model.weights import LoadedModel
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, continuation
 Progress = Callable[[int], None]

@@ -18,10 +18,10 @@ from torch import Tensor
 from freda.data.loader import Batch
 from freda.data.synthetic import Problem, grade
 from freda.decode.generate import Output, Request, generate
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
 from freda.methods.autoregressive import next_token_logits
 from freda.methods.draft import Rules, clean_half, draft_logits, likeliest, soft_embedding, start
-from freda.model.weights import LoadedModel
 
 Progress = Callable[[int], None]
 

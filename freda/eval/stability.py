@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freda.eval.run import solution_batch, teacher_forced
-from freda.model.weights import LoadedModel
+from freda.folders.model_folder import LoadedModel
 
 MOST_LOGITS = 1 << 28  # of one forward: 1 GiB in fp32
 NAMES = ("right", "changed", "mended", "spoiled", "kept")

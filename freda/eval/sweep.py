@@ -28,10 +28,10 @@ from freda.eval.stability import stability
 from freda.eval.tasks import load_examples, tasks_named
 from freda.eval.tasks.task import Example, Task, checksum
 from freda.files import write_whole
+from freda.folders.model_folder import LoadedModel, load_model
+from freda.folders.resolve import resolve_model_folder
 from freda.methods import METHODS
 from freda.methods.method import Method
-from freda.model.folders import resolve_model_folder
-from freda.model.weights import LoadedModel, load_model
 from freda.sections import to_dict
 
 FILE = "sweep.json"

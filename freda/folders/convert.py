@@ -17,10 +17,11 @@ from torch import Tensor
 from freda.data.tokenizer import read_settings, token_text, with_blank
 from freda.errors import FredaError
 from freda.files import located, read_json, read_text, written_beside
-from freda.methods.config import MethodConfig
+from freda.folders.hugging_face import DTYPES, EMBEDDING, HEAD, check_tensors, dtype_name, family_of, model_config
+from freda.folders.model_folder import About, write_files
+from freda.folders.tensors import read_safetensors, weight_files
+from freda.methods.autoregressive import Autoregressive
 from freda.model.config import ModelConfig
-from freda.model.tensors import read_safetensors, weight_files
-from freda.model.weights import DTYPES, EMBEDDING, HEAD, check_tensors, dtype_name, family_of, model_config, write_files
 
 TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products like round numbers
 NEAR_ZERO = 0.1  # a BLANK row shorter than this share of the mean row was never trained
@@ -46,7 +47,7 @@ def convert(
     """
     if dtype is not None and dtype not in DTYPES:
         raise FredaError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
-    method = MethodConfig(name="autoregressive", block_size=block_size)
+    method = Autoregressive(block_size=block_size)
     with written_beside(target, replace) as temporary:
         with located(source):
             checkpoint = _read_checkpoint(source, None if dtype is None else DTYPES[dtype])
@@ -56,7 +57,7 @@ def convert(
             check_tensors(tensors, config)
             tokenizer = with_blank(checkpoint.tokenizer_json, checkpoint.stops, checkpoint.settings)
             config, blank = _make_room(config, tensors, tokenizer.blank_id)
-        write_files(temporary, config, tensors, tokenizer, method, stage="base")
+        write_files(temporary, config, tensors, About(tokenizer, method, "base"))
     return {
         "architecture": family_of(config).architecture,
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
@@ -104,7 +105,7 @@ def _start_blank_row(table: Tensor, blank_id: int) -> bool:
 
 def _read_checkpoint(source: Path, dtype: torch.dtype | None) -> Checkpoint:
     if source.suffix == ".gguf" and source.is_file():
-        from freda.model.gguf import read_gguf  # it builds on this module
+        from freda.folders.gguf import read_gguf  # it builds on this module
 
         return read_gguf(source, dtype)
     if not source.is_dir():

@@ -51,12 +51,12 @@ def quantize_model(source: Path, target: Path) -> dict[str, int]:
     from safetensors.torch import load_file, save_file
 
     from freda.files import written_beside
-    from freda.model.weights import SCORER_FILE, load_model, write_model
+    from freda.folders.model_folder import SCORER_FILE, load_model, write_model
 
     loaded = load_model(source)
     before = after = 0
     with written_beside(target) as folder:
-        write_model(folder, loaded.model, loaded.tokenizer, loaded.method, stage=loaded.stage)
+        write_model(folder, loaded)
         for file in ("model.safetensors", SCORER_FILE):
             path = folder / file
             if path.is_file():

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freda.errors import FredaError, missing_package
+from freda.folders.convert import Checkpoint
+from freda.folders.hugging_face import EMBEDDING, FAMILIES, HEAD, family_of, model_config
 from freda.model.config import ModelConfig
-from freda.model.convert import Checkpoint
 from freda.model.transformer import rotary_frequencies
-from freda.model.weights import EMBEDDING, FAMILIES, HEAD, family_of, model_config
 
 CONFIG_KEYS = {  # Hugging Face name: GGUF name below the architecture
     "hidden_size": "embedding_length",
