@@ -24,7 +24,8 @@ from freda.data.tokenizer import Tokenizer
 from freda.errors import AgreedError, FredaError
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
-from freda.model.quantize import SCALE, quantize_model
+from freda.model.convert import convert
+from freda.model.quantize import SCALE
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.model.weights import SCORER_FILE, load_model, save_model
@@ -194,7 +195,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_model(folder / target, model, tokenizer, MethodConfig(name="best-of-n"), stage="II", dtype=dtype)
     break_all(folder, folder / "several")
     for target in ("int8", "int8-several"):
-        quantize_model(folder / "several", folder / target)
+        convert(folder / "several", folder / target, dtype="int8")
     in_two_files(folder / "several")
     in_two_files(folder / "int8-several")
     loop.train(config(folder, "resumed"), folder / "run")
