@@ -19,7 +19,7 @@ from freda.model import folders
 from freda.model.convert import convert
 from freda.model.folders import model_path, packaged, resolve_model_folder
 from freda.model.weights import load_model
-from tests.stand_in import EASY, write_stand_in
+from tests.helpers import EASY, write_stand_in
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from freda.train import loop
 from freda.train import setup as starting
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.ranks import run_ranks
+from tests.helpers import run_ranks
 
 # Many small weights, so that holding one whole is far from holding all; biases; a head of its own.
 SHAPE = ModelConfig(
