@@ -29,7 +29,7 @@ def draw(model: Path, prompt: str) -> str:
     asked = [Request(prompt=loaded.tokenizer.encode(prompt))]
     rule, stops = METHODS[loaded.method.name], loaded.tokenizer.stop_ids
     output = generate(
-        loaded.model,
+        loaded.backbone,
         rule,
         loaded.method,
         asked,

@@ -253,25 +253,31 @@ def chat(
     talk(conversation, messages(reader(sys.stdin)), sys.stdout, drafts=shown, pause=pause)
 
 
-@app.command(epilog="Example: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**")
+@app.command(
+    epilog="Examples: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**; "
+    "a copy in another precision: **freda convert runs/mine models/mine --dtype bfloat16**"
+)
 def convert(
-    source: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors, or a GGUF file.")],
+    source: Annotated[Path, typer.Argument(help="A Hugging Face folder, a GGUF file, or a freda model or run folder.")],
     target: Annotated[Path, typer.Argument(help="Model folder to write.")],
-    block_size: Annotated[int, typer.Option(help="Block size stored with the model.")] = 4,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the source's by default.")] = None,
-    int8: Annotated[bool, typer.Option("--int8", help="Of a model folder of ours: a copy with int8 matrices.")] = False,
+    block_size: Annotated[
+        int | None, typer.Option(help="Block size stored with a Hugging Face or GGUF model; 4 by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16 or int8; by default the source's own, bfloat16 for a quantised GGUF file."
+        ),
+    ] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="The same as --dtype int8.")] = False,
 ) -> None:
-    """Make a model folder of an autoregressive checkpoint, BLANK token added."""
-    from freda.folders.convert import convert as convert_checkpoint
-    from freda.folders.quantize import quantize_model
+    """Make a model folder from another project's checkpoint, or copy a freda model in another precision."""
+    from freda.folders.convert import convert as write_model_folder
 
-    if int8:
-        if dtype is not None:
-            raise FredaError("--int8 and --dtype say two things; leave one away")
-        for name, value in quantize_model(source, target).items():
-            print(f"{name}: {value}")
-        return
-    for name, value in convert_checkpoint(source, target, block_size=block_size, dtype=dtype).items():
+    if int8 and dtype is not None:
+        raise FredaError(f"--int8 and --dtype {dtype} cannot be combined; omit one of them")
+    summary = write_model_folder(source, target, block_size=block_size, dtype="int8" if int8 else dtype)
+    for name, value in summary.items():
         print(f"{name}: {value}")
 
 
@@ -382,22 +388,18 @@ app.add_typer(bench, name="bench")
 @app.command(epilog="Examples: **freda inspect mini**; **freda inspect runs/demo/data --rows 2**")
 def inspect(
     path: Annotated[
-        Path, typer.Argument(help="A model folder, a run folder, a packaged model's name, or a folder of token shards.")
+        Path, typer.Argument(help="A model folder, a run folder, a bundled model's name, or a folder of token shards.")
     ],
     rows: Annotated[int, typer.Option(help="Shards: packed rows to show, with documents and blocks marked.")] = 0,
     seq_len: Annotated[int, typer.Option(help="Shards: tokens per row.")] = 4096,
     block_size: Annotated[int, typer.Option(help="Shards: tokens per block.")] = 4,
-    histogram: Annotated[Path | None, typer.Option(help="Shards: draw the lengths of documents as a PNG.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Shards: read them all and compare their hashes.")] = False,
+    histogram: Annotated[Path | None, typer.Option(help="Shards: draw the document lengths as a PNG.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Shards: read all of them and check their hashes.")] = False,
 ) -> None:
-    """Say what a folder holds."""
-    from freda.describe import describe, describe_shards
+    """Describe what a folder holds."""
+    from freda.describe import ShardView, describe
 
-    if (path / "manifest.json").is_file():
-        shown = {"rows": rows, "seq_len": seq_len, "block_size": block_size}
-        print(describe_shards(path, **shown, histogram=histogram, verify=verify))
-    else:
-        print(describe(path))
+    print(describe(path, ShardView(rows, seq_len, block_size, histogram, verify)))
 
 
 def main() -> NoReturn:

@@ -207,7 +207,7 @@ def _show_shipped(console: Console) -> None:
 def _answer(loaded: LoadedModel, request: Request, watch: Callable[[Pass], None]) -> Output:
     """By the plain loop; every pass is shown to `watch`."""
     rule, stop_ids = METHODS[loaded.method.name], loaded.tokenizer.stop_ids
-    return generate(loaded.model, rule, loaded.method, [request], stop_ids=stop_ids, watch=watch)[0]
+    return generate(loaded.backbone, rule, loaded.method, [request], stop_ids=stop_ids, watch=watch)[0]
 
 
 def _show_refinement(console: Console, loaded: LoadedModel, test: list[Problem]) -> None:

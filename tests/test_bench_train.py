@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 
 from freda.bench.rates import about, copy_rate, matmul_rate
 from freda.bench.train import Load, RandomRows, _profile, bench_train, kind_of, make_run
 from freda.cli import run
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
 from freda.model.shapes import SHAPES
 from freda.train import loop
 

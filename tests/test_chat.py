@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 
 import freda
 from freda.cli import run
@@ -22,10 +23,9 @@ from freda.data.tokenizer import Tokenizer, train_tokenizer
 from freda.decode.api import Model
 from freda.decode.chat import Chat, as_question, messages, talk
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import save_model
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.folders.model_folder import save_model
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 from safetensors.torch import load_file, save_file
 
 from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
-from freda.model.config import ModelConfig
 from freda.folders.model_folder import load_model
+from freda.model.config import ModelConfig
 from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig

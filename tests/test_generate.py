@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 
 from freda.decode.generate import Output, Pass, Request, generate
 from freda.errors import FredaError
 from freda.methods import METHODS, self_refine
-from freda.methods.config import MethodConfig
 from freda.methods.draft import soft_embedding
 from freda.model.attention import make_mask
 from freda.model.masks import clean_tokens, concat, draft_tokens

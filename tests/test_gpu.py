@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from freda.methods.config import MethodConfig
 from torch import Tensor
 
 from freda.data.config import CorpusConfig
@@ -18,7 +19,6 @@ from freda.data.prepare import prepare_corpus
 from freda.decode.generate import Request, generate
 from freda.methods import METHODS
 from freda.methods.best_of_n import frozen_clean_half, proposal, sampled_slots, score_slots
-from freda.methods.config import MethodConfig
 from freda.methods.draft import likeliest
 from freda.methods.method import Step
 from freda.model import head

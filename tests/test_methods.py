@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from freda.data.loader import Batch
 from freda.decode.generate import Request, generate
 from freda.methods import METHODS, autoregressive, block_diffusion, self_refine
-from freda.methods.config import MethodConfig
 from freda.methods.draft import clean_half, draft_logits, label_loss, soft_embedding
 from freda.methods.method import Step
 from freda.model.attention import make_mask

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 from torch import Tensor
 
 from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import load_model
 from freda.model import kernels
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.folders.model_folder import load_model
 from freda.train import loop, setup
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import adamw_rates, clip_and_update, make_optimizer, total_norm

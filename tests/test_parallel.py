@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 from torch.distributed.fsdp import FSDPModule
 
 from freda.data.config import CorpusConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.errors import AgreedError, FredaError
+from freda.folders.model_folder import load_model
 from freda.methods import best_of_n
-from freda.methods.config import MethodConfig
 from freda.methods.method import Step
 from freda.model.config import ModelConfig
-from freda.folders.model_folder import load_model
 from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig

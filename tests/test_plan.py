@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import packed_batch, tiny_model
+from freda.methods.config import MethodConfig
 
 from freda.cli import run
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
 from freda.model.masks import clean_tokens, concat, dense, draft_tokens
 from freda.model.scorer import Scorer
 from freda.model.shapes import SHAPES, all_parameters, head_parameters, layer_parameters

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 from safetensors.torch import load_file
 
 from freda.cli import run
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
-from freda.model.config import ModelConfig
+from freda.folders.model_folder import SCORER_FILE, load_model, save_model
 from freda.folders.quantize import SCALE, packed, unpacked
+from freda.model.config import ModelConfig
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.folders.model_folder import load_model, save_model
 
 
 def test_weights_are_off_by_half_a_step_at_most() -> None:
@@ -59,6 +60,43 @@ def test_a_model_folder_as_int8(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert load_model(tmp_path / "small", dtype=torch.bfloat16).model.embed_tokens.weight.dtype == torch.bfloat16
     assert run(["generate", str(tmp_path / "small"), "one two", "--max-new-tokens", "4", "--json"]) == 0
     assert run(["convert", str(folder), str(tmp_path / "x"), "--int8", "--dtype", "float16"]) == 2
+
+
+def test_copies_in_other_precisions(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_folder = tmp_path / "run"
+    (run_folder / "checkpoints").mkdir(parents=True)
+    folder.rename(run_folder / "checkpoints" / "step-3")
+    (run_folder / "latest").write_text("step-3")
+    (run_folder / "checkpoints" / "step-3" / "training.state").write_text("only training needs it")
+    whole = load_model(run_folder)
+    for name, dtype in (
+        ("same", None),
+        ("half", "bfloat16"),
+        ("int8", "int8"),
+        ("back", "float32"),
+        ("int8-same", None),
+    ):
+        source = {"back": tmp_path / "half", "int8-same": tmp_path / "int8"}.get(name, run_folder)
+        assert run(["convert", str(source), str(tmp_path / name), *(["--dtype", dtype] if dtype else [])]) == 0
+        said = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
+        stored = "int8" if "int8" in name else dtype or "float32"
+        assert (said["dtype"], said["method"], said["stage"]) == (stored, "best-of-n", "test")
+        copy = load_model(tmp_path / name)
+        assert copy.method == whole.method and copy.tokenizer.fingerprint == whole.tokenizer.fingerprint
+        state, expected = copy.model.state_dict(), whole.model.state_dict()
+        assert state.keys() == expected.keys() and int(said["parameters"]) == sum(t.numel() for t in expected.values())
+        if name == "same":
+            assert all(torch.equal(state[key], expected[key]) for key in expected)
+        if name in ("half", "back"):
+            assert all(torch.equal(state[key], expected[key].bfloat16().float()) for key in expected)
+        assert run(["inspect", str(tmp_path / name)]) == 0 and f"stored as {stored}" in capsys.readouterr().out
+        assert not (tmp_path / name / "training.state").exists()
+    half = load_file(tmp_path / "half" / "model.safetensors") | load_file(tmp_path / "half" / SCORER_FILE)
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    files = [tmp_path / name / "model.safetensors" for name in ("int8", "int8-same")]
+    one, two = (load_file(file) for file in files)
+    assert all(torch.equal(one[key], two[key]) for key in one if one[key].dtype == torch.int8)
 
 
 def test_scales_that_are_missing_are_told(folder: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,17 +23,17 @@ from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.data.tokenizer import Tokenizer
 from freda.errors import AgreedError, FredaError
-from freda.methods.config import MethodConfig
+from freda.folders.convert import convert
+from freda.folders.model_folder import SCORER_FILE, load_model, save_model
+from freda.folders.quantize import SCALE
 from freda.model.config import ModelConfig
-from freda.folders.quantize import SCALE, quantize_model
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.folders.model_folder import SCORER_FILE, load_model, save_model
 from freda.train import loop
 from freda.train import setup as starting
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.ranks import run_ranks
+from tests.helpers import run_ranks
 
 # Many small weights, so that holding one whole is far from holding all; biases; a head of its own.
 SHAPE = ModelConfig(
@@ -194,7 +195,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_model(folder / target, model, tokenizer, MethodConfig(name="best-of-n"), stage="II", dtype=dtype)
     break_all(folder, folder / "several")
     for target in ("int8", "int8-several"):
-        quantize_model(folder / "several", folder / target)
+        convert(folder / "several", folder / target, dtype="int8")
     in_two_files(folder / "several")
     in_two_files(folder / "int8-several")
     loop.train(config(folder, "resumed"), folder / "run")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 from torch import Tensor
 
 from freda.methods import METHODS
-from freda.methods.config import MethodConfig
 from freda.methods.draft import _is_staircase, clean_mask, draft_mask
 from freda.methods.method import Step
 from freda.model import masks, staircase

@@ -11,11 +11,11 @@ import itertools
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 from torch import Tensor
 
 from freda.data.loader import Batch
 from freda.methods import self_refine
-from freda.methods.config import MethodConfig
 from freda.methods.draft import clean_half, label_loss, start
 from freda.methods.method import Step
 from freda.model.config import ModelConfig

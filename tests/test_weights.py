@@ -8,29 +8,31 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+from freda.methods.config import MethodConfig
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
+from freda.data.tokenizer import BLANK_TEXT, EOS_TEXT, Tokenizer, train_tokenizer
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from freda.files import PART, beside, written_beside
+from freda.folders.convert import convert
+from freda.folders.gguf import SPLITS, _tie_copies
+from freda.folders.hugging_face import EMBEDDING, HEAD
+from freda.folders.model_folder import load_model, save_model
+from freda.folders.resolve import resolve_model_folder
 from freda.model import masks
 from freda.model.attention import make_mask
 from freda.model.config import ModelConfig
-from freda.folders.convert import convert
-from freda.folders.resolve import resolve_model_folder
-from freda.folders.gguf import SPLITS
 from freda.model.transformer import Transformer
-from freda.folders.model_folder import load_model, save_model
-from freda.folders.hugging_face import EMBEDDING, HEAD, written_beside
 
 TOLERANCE = 1e-4
 LENGTH = 40
@@ -184,7 +186,7 @@ def test_converted_checkpoint_has_the_logits_of_transformers(case: str, tokenize
     theirs = write_hf(tmp_path / "source", tokenizer, case, rows=tokenizer.size + 3)
     summary = convert(tmp_path / "source", tmp_path / "target")
     loaded = load_model(tmp_path / "target")
-    assert_same_logits(loaded.model, theirs, tokenizer)
+    assert_same_logits(loaded.backbone, theirs, tokenizer)
     assert summary["architecture"] == type(theirs).__name__
     assert summary["parameters"] == theirs.num_parameters()
     assert (loaded.method.name, loaded.stage, loaded.method.block_size) == ("autoregressive", "base", 4)
@@ -244,11 +246,11 @@ def test_everything_saved_comes_back(case: str, tokenizer: Tokenizer, tmp_path: 
     loaded = load_model(tmp_path / "model")
     assert (loaded.method, loaded.stage) == (METHOD, "I")
     assert loaded.tokenizer.fingerprint == tokenizer.fingerprint
-    assert loaded.model.config == original.config
-    assert torch.equal(loaded.model.inv_freq, original.inv_freq)
+    assert loaded.backbone.config == original.config
+    assert torch.equal(loaded.backbone.inv_freq, original.inv_freq)
     for name, tensor in original.state_dict().items():
-        assert torch.equal(loaded.model.state_dict()[name], tensor)
-    assert all(weight.requires_grad for weight in loaded.model.parameters())
+        assert torch.equal(loaded.backbone.state_dict()[name], tensor)
+    assert all(weight.requires_grad for weight in loaded.backbone.parameters())
 
 
 def test_dtype_of_loading_and_saving(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -336,8 +338,8 @@ def test_dtype_is_kept_unless_asked_for(tokenizer: Tokenizer, tmp_path: Path) ->
     assert convert(tmp_path / "source", tmp_path / "wide", dtype="float32")["dtype"] == "float32"
     kept, wide = (load_file(tmp_path / name / "model.safetensors")[EMBEDDING] for name in ("kept", "wide"))
     assert (kept.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
-    with pytest.raises(FredaError, match="dtype is 'int8'; use one of float32"):
-        convert(tmp_path / "source", tmp_path / "other", dtype="int8")
+    with pytest.raises(FredaError, match="dtype is 'int4'; use one of float32, bfloat16, float16, int8"):
+        convert(tmp_path / "source", tmp_path / "other", dtype="int4")
 
 
 def test_stop_tokens_come_from_the_checkpoint(source: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -364,7 +366,7 @@ def refuse(folder: Path, message: str) -> None:
 
 def test_paths_that_are_no_model(model_folder: Path, tmp_path: Path) -> None:
     refuse(tmp_path / "none", "there is no model .*none")
-    refuse(model_folder / "config.json", r"is a file; a model is a folder")
+    refuse(model_folder / "config.json", r"is a file, not a model folder")
     (model_folder / "config.json").unlink()
     refuse(model_folder, r"not a model folder: it has no config\.json")
 
@@ -458,14 +460,15 @@ def test_sources_that_cannot_be_converted(source: Path, model_folder: Path, tmp_
         with pytest.raises(FredaError, match=message):
             convert(path, tmp_path / "target")
 
-    refuse_source(tmp_path / "none", "none: this is neither a folder nor a .gguf file")
-    refuse_source(model_folder, "this is a freda model already")
+    refuse_source(tmp_path / "none", "there is no model .*none")
+    with pytest.raises(FredaError, match="keeps its block size"):
+        convert(model_folder, tmp_path / "target", block_size=8)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     refuse_source(source, r"pickle.*write safetensors with transformers")
     (source / "tokenizer.json").unlink()
     refuse_source(source, r"source: tokenizer\.json is missing")
     (source / "config.json").unlink()
-    refuse_source(source, r"not a Hugging Face folder: it has no config\.json")
+    refuse_source(source, r"it has no config\.json")
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -518,8 +521,8 @@ def test_an_interrupted_body_leaves_nothing_and_a_stale_one_is_no_obstacle(tmp_p
         (temporary / "file").write_text("half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "a.tmp").mkdir()
-    (tmp_path / "a.tmp" / "stale").write_text("")
+    beside(tmp_path / "a").mkdir()
+    (beside(tmp_path / "a") / "stale").write_text("")
     with written_beside(tmp_path / "a") as temporary:
         assert not (tmp_path / "a").exists()
         (temporary / "file").write_text("whole")
@@ -532,7 +535,7 @@ def test_a_rename_that_fails_puts_the_older_folder_back(tmp_path: Path, monkeypa
     rename = Path.rename
 
     def fail_for_new(self: Path, target: Path) -> Path:
-        if self.name.endswith(".part"):
+        if self.name.endswith(PART):
             raise OSError("no rename today")
         return rename(self, target)
 
@@ -575,7 +578,7 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, theirs: Any, tokenizer: Tokenizer, **extra: np.ndarray) -> None:
+def write_gguf(path: Path, theirs: Any, tokenizer: Tokenizer, *, eos: str = EOS_TEXT, **extra: np.ndarray) -> None:
     """A GGUF file in float32 as llama.cpp writes it; `extra` are more tensors, quantised where they are bytes."""
     gguf = pytest.importorskip("gguf")
     config, kind = theirs.config, theirs.config.model_type
@@ -590,7 +593,7 @@ def write_gguf(path: Path, theirs: Any, tokenizer: Tokenizer, **extra: np.ndarra
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-    add_gguf_tokenizer(writer, tokenizer, config.vocab_size, "llama-bpe" if kind == "llama" else "qwen2")
+    add_gguf_tokenizer(writer, tokenizer, config.vocab_size, "llama-bpe" if kind == "llama" else "qwen2", eos)
     for name, tensor in theirs.state_dict().items():
         if (name == HEAD and config.tie_word_embeddings) or gguf_name(name) in extra:
             continue
@@ -609,17 +612,18 @@ def write_gguf(path: Path, theirs: Any, tokenizer: Tokenizer, **extra: np.ndarra
     writer.close()
 
 
-def add_gguf_tokenizer(writer: Any, tokenizer: Tokenizer, rows: int, split: str) -> None:
+def add_gguf_tokenizer(writer: Any, tokenizer: Tokenizer, rows: int, split: str, eos: str) -> None:
     """Vocabulary and merges; rows without a token are called [PADn] and marked unused, as llama.cpp does."""
     model = json.loads(tokenizer._json_text)["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
-    used = [*tokens, "<|endoftext|>"]
+    control = list(dict.fromkeys([EOS_TEXT, eos]))
+    used = [*tokens, *control]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list([*used, *(f"[PAD{index}]" for index in range(len(used), rows))])
-    writer.add_token_types([1] * len(tokens) + [3] + [5] * (rows - len(used)))
+    writer.add_token_types([1] * len(tokens) + [3] * len(control) + [5] * (rows - len(used)))
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_eos_token_id(len(tokens))
+    writer.add_eos_token_id(used.index(eos))
     writer.add_bos_token_id(len(tokens))
     writer.add_chat_template("{{ messages }}")
 
@@ -630,30 +634,58 @@ def test_gguf_has_the_logits_of_its_source(case: str, tokenizer: Tokenizer, tmp_
     write_gguf(tmp_path / "model.gguf", theirs, tokenizer)
     summary = convert(tmp_path / "model.gguf", tmp_path / "target")
     loaded = load_model(tmp_path / "target")
-    assert_same_logits(loaded.model, theirs, tokenizer)
+    assert_same_logits(loaded.backbone, theirs, tokenizer)
     assert (summary["architecture"], summary["dtype"]) == (type(theirs).__name__, "float32")
     assert (summary["resized"], summary["blank_id"]) == (False, tokenizer.blank_id)
-    assert (summary["notes"], loaded.model.config.tied) == ("none", case.endswith("-tied"))
+    assert (summary["notes"], loaded.backbone.config.tied) == ("none", case.endswith("-tied"))
     assert loaded.tokenizer.stop_ids == tokenizer.stop_ids
     assert loaded.tokenizer.settings["chat_template"] == "{{ messages }}"
     text = "Tom has apples<|endoftext|>"
     assert loaded.tokenizer.encode(text) == tokenizer.encode(text)
 
 
+def test_gguf_stops_at_the_end_of_a_turn_and_of_a_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    theirs = write_hf(tmp_path / "source", tokenizer, "qwen2-tied", rows=tokenizer.size + 3)
+    write_gguf(tmp_path / "m.gguf", theirs, tokenizer, eos="<|im_end|>")
+    convert(tmp_path / "m.gguf", tmp_path / "target")
+    turn, document = tokenizer.eos_id + 1, tokenizer.eos_id
+    assert load_model(tmp_path / "target").tokenizer.stop_ids == (turn, document)
+
+
 def test_gguf_with_two_copies_of_one_matrix_is_tied_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
     quants = pytest.importorskip("gguf.quants")
     theirs = write_hf(tmp_path / "source", tokenizer, "qwen2-tied", rows=tokenizer.size)
     table = theirs.get_input_embeddings().weight.detach().numpy()
+    Q8 = quants.GGMLQuantizationType.Q8_0
     coarse = np.round(table * 8) / 8
-    fine = quants.quantize(table, quants.GGMLQuantizationType.Q8_0)
+    fine = quants.quantize(table, Q8)
     write_gguf(tmp_path / "m.gguf", theirs, tokenizer, **{"token_embd.weight": coarse, "output.weight": fine})
     summary = convert(tmp_path / "m.gguf", tmp_path / "target")
     model = load_model(tmp_path / "target").model
     assert model.config.tied
-    assert "tied again" in summary["notes"]
-    expected = quants.dequantize(fine, quants.GGMLQuantizationType.Q8_0)
+    pair = torch.from_numpy(coarse).flatten(), torch.from_numpy(quants.dequantize(fine, Q8)).flatten()
+    cosine = torch.nn.functional.cosine_similarity(*pair, dim=0).item()
+    for dtype in ("float32", "bfloat16"):  # compared before the weights are rounded
+        notes = convert(tmp_path / "m.gguf", tmp_path / dtype, dtype=dtype)["notes"]
+        assert f"Q8_0 dequantised to {dtype}" in notes and f"cosine {cosine:.4f}" in notes
+    assert "float32" in summary["notes"]
+    expected = quants.dequantize(fine, Q8)
     assert np.array_equal(model.embed_tokens.weight.detach().numpy(), expected)
     assert np.abs(expected - table).max() < 0.01
+
+
+def test_copies_of_a_large_matrix_are_compared_exactly() -> None:
+    """Sums of millions of float32 products are off by more than the digits of the note."""
+    kind = pytest.importorskip("gguf").GGMLQuantizationType.F32
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(4096, 896, generator=generator)
+    embedding = head + 0.04 * torch.randn(4096, 896, generator=generator)
+    cosine = torch.nn.functional.cosine_similarity(head.double().flatten(), embedding.double().flatten(), dim=0)
+    matrices = {"token_embd.weight": embedding, "output.weight": head}
+    stored = {name: SimpleNamespace(data=matrix.numpy(), tensor_type=kind) for name, matrix in matrices.items()}
+    kept = stored["output.weight"]
+    (note,) = _tie_copies(stored)
+    assert stored == {"token_embd.weight": kept} and f"cosine {cosine.item():.4f}" in note
 
 
 def test_quantised_gguf_becomes_bfloat16(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -662,7 +694,8 @@ def test_quantised_gguf_becomes_bfloat16(tokenizer: Tokenizer, tmp_path: Path) -
     table = theirs.get_input_embeddings().weight.detach().numpy()
     packed = quants.quantize(table, quants.GGMLQuantizationType.Q8_0)
     write_gguf(tmp_path / "m.gguf", theirs, tokenizer, **{"token_embd.weight": packed})
-    assert convert(tmp_path / "m.gguf", tmp_path / "half")["dtype"] == "bfloat16"
+    half = convert(tmp_path / "m.gguf", tmp_path / "half")
+    assert half["dtype"] == "bfloat16" and half["notes"] == "Q8_0 dequantised to bfloat16"
     assert convert(tmp_path / "m.gguf", tmp_path / "wide", dtype="float32")["dtype"] == "float32"
 
 

@@ -120,7 +120,7 @@ def bench_decode(
         "dtype": dtype,
         "passes": passes,
         "threshold": threshold,
-        "parameters": sum(weight.numel() for weight in loaded.model.parameters()),
+        "parameters": sum(weight.numel() for weight in loaded.backbone.parameters()),
         "copy_tb": limits.copy / 1e12,
         "matmul_tflops": limits.matmul / 1e12,
         "rows": rows,
@@ -148,7 +148,7 @@ def _model(name: str, device: torch.device, dtype: torch.dtype, *, scored: bool)
 def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request]:
     """Different prompts, so that nothing is shared."""
     generator = torch.Generator().manual_seed(seed)
-    texts = torch.randint(0, loaded.model.blank_id, (case.batch, case.context), generator=generator).tolist()
+    texts = torch.randint(0, loaded.backbone.blank_id, (case.batch, case.context), generator=generator).tolist()
     rules: dict[str, Any] = {"passes": case.passes, "threshold": case.threshold}
     return [
         Request(prompt=text, max_new_tokens=case.new_tokens, seed=number, **rules) for number, text in enumerate(texts)
@@ -251,7 +251,7 @@ def _of_passes(
     """What a row says of the forwards after the prefill."""
     weights = sum(
         weight.numel() * (1 if int8 and weight.dim() > 1 else weight.element_size())
-        for weight in loaded.model.parameters()
+        for weight in loaded.backbone.parameters()
     )
     return {
         "passes_seconds": seconds,
@@ -267,7 +267,7 @@ def _of_prefill(loaded: LoadedModel, case: Case, seconds: float, limits: Limits)
     return {
         "prefill_seconds": seconds,
         "prefill_tokens_per_s": tokens / seconds,
-        "prefill_share_of_matmul": 2.0 * layer_parameters(loaded.model.config) * tokens / seconds / limits.matmul,
+        "prefill_share_of_matmul": 2.0 * layer_parameters(loaded.backbone.config) * tokens / seconds / limits.matmul,
     }
 
 
@@ -277,7 +277,7 @@ def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits, no
     if hugging_face.version() is None:
         note("transformers is not installed: nothing to compare with")
         return [{"what": f"{what}: transformers is not installed", **_sizes(case)} for case in cases]
-    theirs, rows = hugging_face.borrowed(loaded.model), []
+    theirs, rows = hugging_face.borrowed(loaded.backbone), []
     for case in cases:
         _forget(loaded)
         few, prompts = ([request.prompt for request in _requests(loaded, case, seed=seed)] for seed in (0, 1))
@@ -304,7 +304,7 @@ def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
     requests, rule = _requests(loaded, case)[:MOST_ONE_BY_ONE], METHODS[case.method]  # type: ignore[index]
     begun = _now(loaded)
     made = [
-        generate(loaded.model, rule, loaded.method, [request], stop_ids=loaded.tokenizer.stop_ids)[0]
+        generate(loaded.backbone, rule, loaded.method, [request], stop_ids=loaded.tokenizer.stop_ids)[0]
         for request in requests
     ]
     ended = _now(loaded)
@@ -322,7 +322,7 @@ def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
 
 
 def _on_cuda(loaded: LoadedModel) -> bool:
-    return loaded.model.embed_tokens.weight.is_cuda
+    return loaded.backbone.embed_tokens.weight.is_cuda
 
 
 def _now(loaded: LoadedModel) -> float:

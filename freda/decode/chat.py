@@ -65,7 +65,7 @@ class Chat:
         if not self.template:
             return turns[-1]["content"] if self.raw else as_question(turns[-1]["content"])
         loaded = self.model.loaded
-        room = loaded.model.config.max_positions - self.settings["max_new_tokens"]
+        room = loaded.backbone.config.max_positions - self.settings["max_new_tokens"]
         while True:
             text = rendered(self.template, loaded.tokenizer, turns)
             if len(turns) == 1 or len(loaded.tokenizer.encode(text)) <= room:

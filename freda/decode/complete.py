@@ -48,7 +48,7 @@ def complete(
     if name != loaded.method.name:
         note(f"note: {path} was trained as {loaded.method.name}, decoding as {name}")
     request = Request(prompt=loaded.tokenizer.encode(text), **settings)
-    length, limit = len(request.prompt) + request.max_new_tokens, loaded.model.config.max_positions
+    length, limit = len(request.prompt) + request.max_new_tokens, loaded.backbone.config.max_positions
     if length > limit:
         note(f"note: {length} tokens asked for, but the model is meant for {limit} positions")
         reference = True  # the engine keeps to what a model is meant for
@@ -62,7 +62,7 @@ def complete(
             return any(word in loaded.tokenizer.decode(tokens) for word in stop)
 
         options = {"stop_ids": stop_ids, "stopped": stopped if stop else None, "watch": watch}
-        return generate(loaded.model, rule, loaded.method, [request], **options)[0]  # type: ignore[arg-type]
+        return generate(loaded.backbone, rule, loaded.method, [request], **options)[0]  # type: ignore[arg-type]
 
     if pause is None:
         output = run(None)

@@ -63,7 +63,7 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         machine: Callable[[Transformer, Pages], ForwardBackend | None] | None = None,
     ) -> None:
-        self.loaded, self.config, self.model = loaded, config, loaded.model
+        self.loaded, self.config, self.model = loaded, config, loaded.backbone
         for name in ("max_batch", "page_size", "queue", "prefill"):
             require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}; use 1 or more")
         size = loaded.method.block_size

@@ -95,7 +95,7 @@ def settings_of(task: Task, settings: DecodeConfig) -> DecodeConfig:
 
 def fitted(loaded: LoadedModel, settings: DecodeConfig, prompt: Sequence[int]) -> DecodeConfig:
     """Settings with no more new tokens than the model has positions for behind the prompt."""
-    room = loaded.model.config.max_positions - len(prompt)
+    room = loaded.backbone.config.max_positions - len(prompt)
     return replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, room)))
 
 
@@ -103,13 +103,13 @@ def about_model(loaded: LoadedModel) -> dict[str, Any]:
     """What tells one model from another in a file of results."""
     config = loaded.method
     knobs = {name: getattr(config, name) for name in ("block_size", "feedback", "rescale", "committed_hard")}
-    dtype = str(loaded.model.embed_tokens.weight.dtype).removeprefix("torch.")
+    dtype = str(loaded.backbone.embed_tokens.weight.dtype).removeprefix("torch.")
     return {"method": config.name, "model": fingerprint(loaded), "dtype": dtype, **knobs}
 
 
 def made_by(loaded: LoadedModel) -> dict[str, Any]:
     """What also stands in the results, but does not keep a run from going on: the commit of a checkout, the device."""
-    device = loaded.model.embed_tokens.weight.device
+    device = loaded.backbone.embed_tokens.weight.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {"commit": _commit(), "device": name}
 
@@ -152,7 +152,7 @@ def _answers(
 
 def fingerprint(loaded: LoadedModel) -> str:
     """Tells models apart: a sum over the bits of every weight, each times its place, which is exact on every device."""
-    sums = [(name, _bit_sum(weight)) for name, weight in sorted(loaded.model.state_dict().items())]
+    sums = [(name, _bit_sum(weight)) for name, weight in sorted(loaded.backbone.state_dict().items())]
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
 
 
@@ -189,7 +189,7 @@ def _engine(
     """An engine with pages for the longest questions side by side; exemplars that all share are stored once more."""
     page = math.lcm(PAGE, loaded.method.block_size)
     longest = max(len(loaded.tokenizer.encode(example.prompt)) for example in examples)
-    longest = min(longest + settings.max_new_tokens, loaded.model.config.max_positions) + loaded.method.block_size
+    longest = min(longest + settings.max_new_tokens, loaded.backbone.config.max_positions) + loaded.method.block_size
     pages = (min(batch_size, len(examples)) + 1) * -(-longest // page)
     config = EngineConfig(max_batch=batch_size, page_size=page, pages=pages, queue=batch_size)
     if config not in known:

@@ -76,7 +76,7 @@ class Answerer:
         that see one token of what came before."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        longest, pairs, owners = self.loaded.model.config.max_positions - 1, list[Pair](), list[int]()
+        longest, pairs, owners = self.loaded.backbone.config.max_positions - 1, list[Pair](), list[int]()
         for number, request in enumerate(requests):
             tokens = self.loaded.tokenizer.encode(request.args[0])
             windows = get_rolling_token_windows(tokens, self.loaded.tokenizer.eos_id, longest, context_len=1)
@@ -138,7 +138,7 @@ class Answerer:
             return any(stop in text for stop in stops)
 
         made = generate(
-            self.loaded.model, self.method, self.loaded.method, batch, stop_ids=tokenizer.stop_ids, stopped=stopped
+            self.loaded.backbone, self.method, self.loaded.method, batch, stop_ids=tokenizer.stop_ids, stopped=stopped
         )
         self.outputs += made
         return [cut_at_stop(tokenizer.decode(output.tokens), stops) for output in made]

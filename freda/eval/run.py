@@ -52,7 +52,7 @@ def exact_match(
     seconds = 0.0
     for first in range(0, len(problems), batch_size):
         asked = [Request(prompt=tokenizer.encode(p.prompt), **settings) for p in problems[first : first + batch_size]]
-        made = generate(loaded.model, method, loaded.method, asked, stop_ids=tokenizer.stop_ids)
+        made = generate(loaded.backbone, method, loaded.method, asked, stop_ids=tokenizer.stop_ids)
         seconds += max(output.seconds for output in made)
         outputs += made
         if progress is not None:
@@ -83,7 +83,7 @@ def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int
 
 def _next_tokens(loaded: LoadedModel, batch: Batch) -> Tensor:
     made = torch.full_like(batch.tokens, -1)
-    made[:, 1:] = likeliest(next_token_logits(loaded.model, batch), batch.tokens.shape).ids[:, :-1]
+    made[:, 1:] = likeliest(next_token_logits(loaded.backbone, batch), batch.tokens.shape).ids[:, :-1]
     return made
 
 
@@ -95,7 +95,7 @@ def teacher_forced(
 
     The drafts begin blank, or with `clean_draft` as the true text, shown as surely as given tokens.
     """
-    model, config = loaded.model, loaded.method
+    model, config = loaded.backbone, loaded.method
     method, shape = METHODS[config.name], (-1, config.block_size)
     clean = clean_half(model, batch, config.block_size)
     tokens = batch.tokens.view(shape)
@@ -122,7 +122,7 @@ def solution_batch(loaded: LoadedModel, texts: Sequence[tuple[str, str]]) -> tup
     prompts = [len(tokenizer.encode(prompt)) for prompt, _ in texts]
     filled = [-(-(len(text) + 1) // align) * align for text in wholes]
     width = max(filled)
-    device = loaded.model.embed_tokens.weight.device
+    device = loaded.backbone.embed_tokens.weight.device
     place = torch.arange(width, device=device).expand(len(wholes), -1)
     tokens = torch.tensor([text + [tokenizer.eos_id] * (width - len(text)) for text in wholes], device=device)
     ends, lengths, given = (

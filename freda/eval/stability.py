@@ -26,7 +26,7 @@ def stability(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int
     `texts` are pairs of a prompt and the whole text that begins with it.
     """
     longest = max(len(loaded.tokenizer.encode(whole)) for _, whole in texts) + loaded.method.block_size
-    rows = max(1, MOST_LOGITS // (longest * loaded.model.config.vocab_size))
+    rows = max(1, MOST_LOGITS // (longest * loaded.backbone.config.vocab_size))
     sums = torch.zeros(passes, len(NAMES), dtype=torch.int64)
     counted = 0
     for first in range(0, len(texts), rows):

@@ -1,63 +1,78 @@
-"""Model folders from the checkpoints of other projects: Hugging Face safetensors and GGUF files.
+"""Model folders from Hugging Face folders, from GGUF files, and from other model folders in another precision.
 
-`convert` reads the checkpoint, gives BLANK a row of the embedding table (M4) and writes a model folder. No pickle is
-read and no code of the checkpoint is run.
+A checkpoint of another project gets a row of the embedding table for BLANK (M4) and stays an autoregressive model until
+it is trained. No pickle is read and no code of a checkpoint is run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from freda.data.tokenizer import read_settings, token_text, with_blank
-from freda.errors import FredaError
-from freda.files import located, read_json, read_text, written_beside
+from freda.data.tokenizer import Tokenizer, with_blank
+from freda.errors import require
+from freda.files import beside, located, read_json, written_beside
+from freda.folders.gguf import read_gguf
 from freda.folders.hugging_face import DTYPES, EMBEDDING, HEAD, check_tensors, dtype_name, family_of, model_config
-from freda.folders.model_folder import About, write_files
-from freda.folders.tensors import read_safetensors, weight_files
+from freda.folders.model_folder import SCORER_FILE, About, load_model, write_files
+from freda.folders.quantize import packed
+from freda.folders.resolve import resolve_model_folder
+from freda.folders.sources import Checkpoint, read_folder
+from freda.folders.tensors import read_safetensors, save_tensors, weight_files
 from freda.methods.autoregressive import Autoregressive
 from freda.model.config import ModelConfig
 
-TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products like round numbers
-NEAR_ZERO = 0.1  # a BLANK row shorter than this share of the mean row was never trained
-
-
-class Checkpoint(NamedTuple):
-    """What another project's files hold, in Hugging Face terms."""
-
-    config: dict[str, Any]  # config.json
-    tensors: dict[str, Tensor]
-    tokenizer_json: str
-    settings: dict[str, Any]  # tokenizer_config.json
-    stops: list[int | str]  # what ends generation, as ids or texts; the first one ends documents
-    notes: list[str]  # what the reader changed, for the user
+INT8 = "int8"
+PRECISIONS = (*DTYPES, INT8)
+BLOCK_SIZE = 4  # of a checkpoint that does not know blocks yet
+TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products are fastest with round numbers
+NEAR_ZERO = 0.1  # a BLANK row shorter than this fraction of the mean row was never trained
 
 
 def convert(
-    source: Path, target: Path, *, block_size: int = 4, dtype: str | None = None, replace: bool = False
+    source: Path, target: Path, *, block_size: int | None = None, dtype: str | None = None, replace: bool = False
 ) -> dict[str, Any]:
-    """Make a model folder from a Hugging Face folder or a GGUF file, and say what was done.
+    """Write `source` as a model folder and return a summary.
 
-    BLANK takes the tokenizer's first free id. The result is still an autoregressive model; training makes it more.
+    The source is a Hugging Face folder, a GGUF file, or a model or run folder of freda, which is copied. `dtype` is one
+    of `PRECISIONS`; without it weights keep theirs, but for those of a quantised GGUF file, which become bfloat16.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise FredaError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
-    method = Autoregressive(block_size=block_size)
+    require(dtype is None or dtype in PRECISIONS, f"dtype is {dtype!r}; use one of {', '.join(PRECISIONS)}")
+    cast = DTYPES.get(dtype or "")
     with written_beside(target, replace) as temporary:
-        with located(source):
-            checkpoint = _read_checkpoint(source, None if dtype is None else DTYPES[dtype])
-            tensors, config = checkpoint.tensors, model_config(checkpoint.config)
-            if config.tied:
-                tensors.pop(HEAD, None)  # some projects store the shared matrix twice
-            check_tensors(tensors, config)
-            tokenizer = with_blank(checkpoint.tokenizer_json, checkpoint.stops, checkpoint.settings)
-            config, blank = _make_room(config, tensors, tokenizer.blank_id)
-        write_files(temporary, config, tensors, About(tokenizer, method, "base"))
+        if source.suffix == ".gguf" and source.is_file():
+            with located(source):
+                summary = _write_checkpoint(read_gguf(source, cast), temporary, block_size)
+        else:
+            folder = resolve_model_folder(source)
+            with located(folder):
+                config = read_json(folder / "config.json")
+                if "freda" in config:
+                    require(block_size is None, "a freda model keeps its block size; omit --block-size")
+                    dtype = dtype or config["freda"].get("stored_as")
+                    summary = _copy(folder, config, temporary, cast)
+                else:
+                    summary = _write_checkpoint(read_folder(folder, config, cast), temporary, block_size)
+        if dtype == INT8:
+            summary |= _store_as_int8(temporary)
+    return summary
+
+
+def _write_checkpoint(checkpoint: Checkpoint, target: Path, block_size: int | None) -> dict[str, Any]:
+    """Write another project's checkpoint as a model folder with a BLANK token."""
+    tensors, config = checkpoint.tensors, model_config(checkpoint.config)
+    if config.tied:
+        tensors.pop(HEAD, None)  # some projects store the shared matrix twice
+    check_tensors(tensors, config)
+    tokenizer = with_blank(checkpoint.tokenizer_json, checkpoint.stops, checkpoint.settings)
+    config, blank = _make_room(config, tensors, tokenizer.blank_id)
+    method = Autoregressive(block_size=BLOCK_SIZE if block_size is None else block_size)
+    write_files(target, config, tensors, About(tokenizer, method, "base"))
     return {
         "architecture": family_of(config).architecture,
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
@@ -71,67 +86,62 @@ def convert(
 
 
 def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -> tuple[ModelConfig, dict[str, Any]]:
-    """Give BLANK a row that means something, and say whether the table had to grow for it."""
+    """Give BLANK a row of the tables, the mean of the others if it is new or untrained; returns shape and summary.
+
+    Behind RMSNorm, a row near zero would hide α.
+    """
     rows = config.vocab_size
-    if blank_id > rows:
-        raise FredaError(f"the tokenizer does not belong to the weights: it has {blank_id} ids, the table {rows} rows")
+    problem = f"the tokenizer does not belong to the weights: it has {blank_id} ids, the table {rows} rows"
+    require(blank_id <= rows, problem)
     resized = blank_id == rows
     if resized:
         rows = -(-(blank_id + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
         for name in {EMBEDDING, HEAD} & tensors.keys():
-            tensors[name] = _grown(tensors[name], rows)
-    started = _start_blank_row(tensors[EMBEDDING], blank_id)
-    summary = {"resized": resized, "blank_row": "mean of the embeddings" if started or resized else "kept"}
+            mean = tensors[name].mean(0, dtype=torch.float32).to(tensors[name].dtype)
+            tensors[name] = torch.cat([tensors[name], mean.expand(rows - blank_id, -1)])
+    table = tensors[EMBEDDING]
+    lengths = torch.linalg.vector_norm(table[: blank_id + 1], dim=1, dtype=torch.float32)
+    untrained = bool(lengths[-1] < NEAR_ZERO * lengths[:-1].mean())
+    if untrained:
+        table[blank_id] = table[:blank_id].mean(0, dtype=torch.float32)
+    summary = {"resized": resized, "blank_row": "mean of the embeddings" if untrained or resized else "kept"}
     return dataclasses.replace(config, vocab_size=rows), summary
 
 
-def _grown(table: Tensor, rows: int) -> Tensor:
-    """The table with more rows; the new ones are the mean of the old."""
-    grown = table.new_empty(rows, table.shape[1])
-    grown[: len(table)] = table
-    grown[len(table) :] = table.mean(0, dtype=torch.float32)
-    return grown
+# -- copies in another precision -------------------------------------------------------------------------------------
 
 
-def _start_blank_row(table: Tensor, blank_id: int) -> bool:
-    """Start an untrained BLANK at the mean embedding: behind RMSNorm a row near zero would hide α. Says if it did."""
-    used = table[:blank_id]
-    usual = torch.linalg.vector_norm(used, dim=1, dtype=torch.float32).mean()
-    untrained = bool(table[blank_id].float().norm() < NEAR_ZERO * usual)
-    if untrained:
-        table[blank_id] = used.mean(0, dtype=torch.float32)
-    return untrained
+def _copy(folder: Path, config: dict[str, Any], target: Path, cast: torch.dtype | None) -> dict[str, Any]:
+    """Write a freda model again without what training keeps beside it; `cast` changes the precision."""
+    stage = load_model(folder, "meta").stage  # checks everything but the values
+    parameters = 0
+    for file, paths in (("model.safetensors", weight_files(folder)), (SCORER_FILE, [*folder.glob(SCORER_FILE)])):
+        tensors = read_safetensors(paths, dtype=cast)
+        parameters += sum(tensor.numel() for tensor in tensors.values())
+        if EMBEDDING in tensors:
+            config["dtype"] = dtype_name(tensors)
+        if tensors:
+            save_tensors(tensors, target / file)
+    config["freda"].pop("stored_as", None)
+    _write_config(target, config)
+    Tokenizer.load(folder).save(target)
+    described = {"architecture": config["architectures"][0], "parameters": parameters, "dtype": config["dtype"]}
+    return {**described, "method": config["freda"]["method"], "stage": stage}
 
 
-def _read_checkpoint(source: Path, dtype: torch.dtype | None) -> Checkpoint:
-    if source.suffix == ".gguf" and source.is_file():
-        from freda.folders.gguf import read_gguf  # it builds on this module
-
-        return read_gguf(source, dtype)
-    if not source.is_dir():
-        raise FredaError("this is neither a folder nor a .gguf file; name a checkpoint on this machine")
-    return _read_folder(source, dtype)
-
-
-def _read_folder(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
-    if not (folder / "config.json").is_file():
-        raise FredaError("not a Hugging Face folder: it has no config.json (name a GGUF file itself, not its folder)")
+def _store_as_int8(folder: Path) -> dict[str, Any]:
+    """Replace the matrices of a model folder by int8 ones; returns the bytes of its weights before and after."""
+    files = sorted(folder.glob("*.safetensors"))
+    before = sum(path.stat().st_size for path in files)
+    for path in files:
+        save_tensors(packed(read_safetensors([path])), beside(path))  # not over a file that is still mapped
+        beside(path).replace(path)
     config = read_json(folder / "config.json")
-    if "freda" in config:
-        raise FredaError("this is a freda model already; use it as it is")
-    model_config(config)  # refuse what is not supported before gigabytes are read
-    tokenizer_json = read_text(folder / "tokenizer.json")
-    settings = read_settings(folder) if (folder / "tokenizer_config.json").is_file() else {}
-    stops = _stops(folder, config, settings)
-    return Checkpoint(config, read_safetensors(weight_files(folder), dtype=dtype), tokenizer_json, settings, stops, [])
+    config["freda"]["stored_as"] = INT8
+    _write_config(folder, config)
+    after = sum(path.stat().st_size for path in files)
+    return {"dtype": INT8, "bytes_before": before, "bytes_after": after}
 
 
-def _stops(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int | str]:
-    """What ends generation: as `transformers` generates, or else the tokenizer's end-of-text token."""
-    generation = folder / "generation_config.json"
-    stops: list[int | str] = []
-    for values in (config, read_json(generation) if generation.is_file() else {}):
-        ids = values.get("eos_token_id")
-        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    text = token_text(settings.get("eos_token"))
-    return stops or ([] if text is None else [text])
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,11 +1,13 @@
-"""Which folder a model's name means: a model folder, a run folder, or one of the models that come with the package.
+"""Which folder a model's name means: a model folder, a run folder, or a model bundled with the package.
 
-A packaged model is a folder in `freda/assets` and is called by its name, wherever a model folder is: `freda generate
-mini`, `freda.load("mini")`, `train.init = "mini"`. A model or run folder of that name in the current folder goes first.
+A bundled model is a folder in `freda/assets`. Its name stands for it wherever a model folder can be named: `freda
+generate mini`, `freda.load("mini")`, `train.init = "mini"`. A model or run folder of that name in the current folder
+takes precedence.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from freda.errors import FredaError
@@ -16,30 +18,29 @@ MARKS = ("config.json", "latest", "checkpoints")  # what a model folder or a run
 
 
 def packaged() -> list[str]:
-    """Names of the models that come with this install; there may be none."""
+    """Names of the bundled models; an install may have none."""
     return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
 
 
 def packaged_folder(path: Path) -> Path | None:
-    """The folder of the packaged model that `path` means; None if it means a folder of the user's."""
+    """The folder of the bundled model that `path` names; None if it names a folder of the user's."""
     own = any((path / mark).exists() for mark in MARKS)
     return ASSETS / path.name if not own and str(path) in packaged() else None
 
 
 def model_path(path: Path) -> Path:
-    """`path`, or the folder of the packaged model of that name."""
+    """`path`, or the folder of the bundled model of that name."""
     return packaged_folder(path) or path
 
 
 def resolve_model_folder(path: Path) -> Path:
-    """The model folder that `path` means: itself, the newest checkpoint of a run folder, or a packaged model's."""
+    """The model folder that `path` means: itself, the newest checkpoint of a run folder, or a bundled model's."""
     path = model_path(path)
     if not path.exists():
-        names = ", ".join(packaged())
-        also = f"or a model that comes with freda: {names}" if names else "no model comes with this install of freda"
-        raise FredaError(f"there is no model {path}; name a model folder or a run folder on this machine; {also}")
+        raise missing_model(path)
     if path.is_file():
-        raise FredaError(f"{path} is a file; a model is a folder (GGUF files: run freda convert {path} TARGET)")
+        advice = f"run: freda convert {path} TARGET" if path.suffix == ".gguf" else "name a model folder"
+        raise FredaError(f"{path} is a file, not a model folder; {advice}")
     if (path / "config.json").is_file():
         return path
     if (path / "latest").is_file():
@@ -50,4 +51,20 @@ def resolve_model_folder(path: Path) -> Path:
         return folder
     if (path / "checkpoints").is_dir():
         raise FredaError(f"the run {path} has no finished checkpoint yet; let it train until it saves one")
-    raise FredaError(f"{path} is not a model folder: it has no config.json")
+    advice = "".join(
+        f"; convert its GGUF file: freda convert {file} TARGET" for file in sorted(path.glob("*.gguf"))[:1]
+    )
+    raise FredaError(f"{path} is not a model folder: it has no config.json{advice}")
+
+
+def missing_model(path: Path) -> FredaError:
+    """The error for a model that is not on this machine; a name like `Qwen/Qwen3-0.6B` gets the download commands."""
+    bundled = ", ".join(packaged()) or "none in this install"
+    problem = f"there is no model {path}; name a model folder, a run folder or a bundled model ({bundled})"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.parent.is_dir():
+        return FredaError(problem)
+    local = Path("models") / path.name.lower()
+    return FredaError(
+        f"{problem}; for the model of that name on the Hugging Face Hub run: hf download {path} --local-dir {local}, "
+        f"then: freda convert {local} {local}-freda"
+    )

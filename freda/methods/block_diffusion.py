@@ -52,7 +52,7 @@ class BlockDiffusion(Method):
         return level, masked
 
     def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
-        """The training loss, a bound on the negative log-likelihood if all noise levels are used, and that of pass 1."""
+        """The training loss, a bound on the negative log-likelihood if all noise levels are used; that of pass 1."""
         blank = self._label_loss(parts, batch, torch.zeros_like(batch.tokens).float())
         return {"loss": self.loss(parts, batch, step), "pass1": blank}
 
