@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from freda.methods.config import MethodConfig
 
 from freda.data.loader import Batch
+from freda.methods.method import Method
 from freda.model.transformer import Transformer
-from tests.helpers import BLANK, EOS, VOCAB, answering_model, packed_batch, tiny_model
+from tests.helpers import BLANK, EOS, VOCAB, answering_model, method, packed_batch, tiny_model
 
 __all__ = ["BLANK", "EOS", "VOCAB", "answering_model", "packed_batch", "tiny_model"]  # until all tests import helpers
 
@@ -26,5 +26,5 @@ def batch() -> Batch:
 
 
 @pytest.fixture
-def settings() -> MethodConfig:
-    return MethodConfig(block_size=4)
+def settings() -> Method:
+    return method(block_size=4)
