@@ -33,8 +33,7 @@ from torch import Tensor
 
 from freda.errors import require
 from freda.folders.model_folder import LoadedModel
-from freda.methods import METHODS
-from freda.methods.draft import soft_embedding, start
+from freda.methods.draft import start
 from freda.model.attention import make_mask
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.transformer import Forward, Transformer
@@ -132,13 +131,13 @@ def choice_log_probs(
 
 def _check(loaded: LoadedModel, pairs: Sequence[Pair], batch_tokens: int) -> None:
     require(batch_tokens >= 1, f"batch_tokens is {batch_tokens}; use 1 or more")
-    top, drafts = loaded.backbone.blank_id, METHODS[loaded.method.name].DRAFTS
+    top, held = loaded.backbone.blank_id, loaded.method.layout.held
     for context, continuation in pairs:
         for tokens in (context, continuation):
             odd = next((token for token in tokens if not 0 <= token < top), None)
             require(odd is None, f"token id {odd} is BLANK or beyond the vocabulary; use ids 0 to {top - 1}")
         require(
-            drafts or bool(context) or not continuation,
+            len(context) >= held or not continuation,
             "a context is empty, and an autoregressive model predicts a token only from one before it; begin every "
             "context with a token that is not scored: BOS if the tokenizer has it, else the first token of the text",
         )
@@ -173,7 +172,7 @@ def _batches(
     Together the batches hold every pair that has a continuation. The longest come first: if memory does not suffice,
     it is known at once.
     """
-    block_size, drafting = loaded.method.block_size, METHODS[loaded.method.name].DRAFTS
+    block_size, drafting = loaded.method.block_size, loaded.method.layout.slots > 0
     lengths = {index: (len(context), len(scored)) for index, (context, scored) in enumerate(pairs) if scored}
     sizes = {
         index: _size(given, scored, block_size, fast) if drafting else _Size(given + scored - 1, 0)
@@ -301,8 +300,8 @@ def _drafts(text: _Text, numbers: range, size: int, fast: bool) -> _Drafts:
 
 def _embedding(loaded: LoadedModel, text: _Text, drafts: _Drafts) -> Tensor:
     """What the first pass sees, by the method's own rule: shown tokens with α = 1 and BLANK with 0, (R, S·B, D)."""
-    model, config = loaded.backbone, loaded.method
-    shape = (-1, config.block_size)
-    draft = start(_at(text, drafts.position).view(shape), drafts.shown.view(shape), model.blank_id)
-    ids, alpha = (part.view(len(text.tokens), -1) for part in METHODS[config.name].rows(draft, config))
-    return soft_embedding(model, ids, alpha, rescale=config.rescale)
+    backbone, method = loaded.backbone, loaded.method
+    shape = (-1, method.block_size)
+    draft = start(_at(text, drafts.position).view(shape), drafts.shown.view(shape), backbone.blank_id)
+    ids, alpha = (part.view(len(text.tokens), -1) for part in method.rows(draft))
+    return method.embed(backbone, ids, alpha)

@@ -68,50 +68,12 @@ def score(right: Sequence[bool], outputs: Sequence[Output], seconds: float) -> S
     return Score(n, share, math.sqrt(share * (1 - share) / n), nfe / n, tokens / nfe, seconds)
 
 
-@torch.no_grad()
 def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int) -> float:
     """Share of solution tokens that are the written ones after `passes` passes over the true prefix."""
-    texts = [(problem.prompt, problem.document) for problem in problems]
-    batch, given = solution_batch(loaded, texts)
-    if METHODS[loaded.method.name].DRAFTS:
-        *_, made = teacher_forced(loaded, batch, given, passes)
-    else:
-        made = _next_tokens(loaded, batch)
+    batch, given = solution_batch(loaded, [(problem.prompt, problem.document) for problem in problems])
+    *_, made = loaded.method.teacher_forced(loaded.parts, batch, given, passes)
     counted = ~given & (batch.document >= 0) & ~batch.fill
     return float(((made == batch.tokens) & counted).sum() / counted.sum())
-
-
-def _next_tokens(loaded: LoadedModel, batch: Batch) -> Tensor:
-    made = torch.full_like(batch.tokens, -1)
-    made[:, 1:] = likeliest(next_token_logits(loaded.backbone, batch), batch.tokens.shape).ids[:, :-1]
-    return made
-
-
-@torch.no_grad()
-def teacher_forced(
-    loaded: LoadedModel, batch: Batch, given: Tensor, passes: int, *, clean_draft: bool = False
-) -> Iterator[Tensor]:
-    """All blocks of all rows drafted at once, each over its true prefix: the tokens (R, L) after every pass.
-
-    The drafts begin blank, or with `clean_draft` as the true text, shown as surely as given tokens.
-    """
-    model, config = loaded.backbone, loaded.method
-    method, shape = METHODS[config.name], (-1, config.block_size)
-    clean = clean_half(model, batch, config.block_size)
-    tokens = batch.tokens.view(shape)
-    draft = start(tokens, given.view(shape), model.blank_id)
-    if clean_draft:
-        draft = draft._replace(ids=tokens, prob=torch.ones_like(draft.prob))
-    rules = Rules(
-        torch.full_like(draft.passes, passes),
-        torch.full_like(draft.passes, 2, dtype=torch.float32),
-        draft.ids.new_empty(0),
-    )
-    for _ in range(passes):
-        ids, alpha = (part.view_as(batch.tokens) for part in method.rows(draft, config))
-        logits = draft_logits(model, soft_embedding(model, ids, alpha, rescale=config.rescale), clean)
-        draft = method.update(draft, likeliest(logits, draft.ids.shape), rules)
-        yield draft.ids.view_as(batch.tokens)
 
 
 def solution_batch(loaded: LoadedModel, texts: Sequence[tuple[str, str]]) -> tuple[Batch, Tensor]:

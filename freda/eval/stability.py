@@ -7,12 +7,13 @@ is already right it keeps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from freda.eval.run import solution_batch, teacher_forced
+from freda.eval.run import solution_batch
 from freda.folders.model_folder import LoadedModel
 
 MOST_LOGITS = 1 << 28  # of one forward: 1 GiB in fp32
@@ -40,8 +41,8 @@ def _counts(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int) 
     """The sums over these texts, (passes, names), and the number of tokens that count."""
     batch, given = solution_batch(loaded, texts)
     counted = ~given & (batch.document >= 0) & ~batch.fill
-    drafts = teacher_forced(loaded, batch, given, passes)
-    clean = teacher_forced(loaded, batch, given, passes, clean_draft=True)
+    forced = functools.partial(loaded.method.teacher_forced, loaded.parts, batch, given, passes)
+    drafts, clean = forced(), forced(clean_draft=True)
     before = torch.full_like(batch.tokens, -1)  # a blank draft holds no token
     rows = []
     for now, kept in zip(drafts, clean, strict=True):
