@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from freda.decode.batch import Batch, Text, Watch
+from freda.decode.batch import Batch
 from freda.decode.config import DecodeConfig
 from freda.decode.pages import PagedCache
+from freda.decode.request import Sequence as Text
+from freda.decode.request import Watch
 from freda.decode.shapes import BlockTable, ForwardShape
 from freda.decode.state import DecodeState, Limits, candidates_of, chosen, limits_of, settled
 from freda.methods.config import MethodConfig
