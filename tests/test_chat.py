@@ -142,7 +142,7 @@ def test_commands(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
         ("/set pases=2", "there is no setting 'pases'"),
         ("/set passes=two", "passes is 4 by default, two is of another kind"),
         ("/set passes=0", "passes is 0; use 1 or more"),
-        ("x" * 2000, "the model is made for 256"),
+        ("x" * 2000, "the limit is 256"),
     ],
 )
 def test_what_is_wrong_is_told_and_the_next_message_taken(

@@ -15,14 +15,13 @@ Counting (M14): a forward counts once for each request that it chooses tokens or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections import abc
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from freda.decode.config import DecodeConfig
+from freda.decode.request import Pass, Sequence, Watch
 from freda.methods.draft import Candidates, Draft, merge
 from freda.methods.method import Method
 from freda.methods.state import Choice, DecodeState, fresh_drafts, joined, new_state
@@ -32,76 +31,10 @@ from freda.model.parts import Parts
 from freda.model.transformer import Forward, KeysValues
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(DecodeConfig):
-    """One text to continue, and how."""
-
-    prompt: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Output:
-    """A finished request."""
-
-    tokens: list[int]  # new tokens, up to and including the stop token
-    nfe: int  # forwards that chose or committed tokens of this request
-    finish: str  # "stop" or "length"
-    seconds: float
-
-    @property
-    def tpf(self) -> float:
-        """Tokens per forward."""
-        return len(self.tokens) / self.nfe
-
-
-class Pass(NamedTuple):
-    """What one pass left of one request's block; for drawing."""
-
-    request: int
-    block: int
-    number: int  # 1 is the blank draft
-    ids: list[int]
-    prob: list[float]
-    given: list[bool]
-    committed: list[bool]
-    closed: bool
-    candidates: list[list[int]]  # the drafts that this pass has seen
-    scores: list[float]  # of the candidates: ℓ + τ·s, without the noise
-    winner: int
-
-
-Watch = Callable[[Pass], None]
-
-
-class Text:
-    """The progress of one request."""
-
-    def __init__(self, index: int, request: Request, size: int) -> None:
-        whole = len(request.prompt) // size * size
-        self.index, self.request = index, request
-        self.clean = list(request.prompt[:whole])  # committed tokens: whole blocks
-        self.tail = list(request.prompt[whole:])  # prompt tokens given in the first generated block
-        self.stored = 0  # how many of `clean` are in the cache
-        self.new: list[int] = []
-        self.nfe = 0
-
-    def close_block(self, ids: list[int], stop_ids: set[int]) -> str | None:
-        """Take over a finished block; says why the text is finished, if it is."""
-        given, self.tail = len(self.tail), []
-        for token in ids[given:]:
-            self.new.append(token)
-            if token in stop_ids:
-                return "stop"
-            if len(self.new) == self.request.max_new_tokens:
-                return "length"
-        self.clean += ids
-        return None
-
-
 class CommittedText(Protocol):
     """Keys and values of committed text, a row for each request: `Cache`, or the engine's pages."""
 
-    def write(self, new: Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
+    def write(self, new: abc.Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
         """Store the first tokens of a forward."""
 
     def past(self) -> list[KeysValues]:
@@ -114,40 +47,38 @@ class CommittedText(Protocol):
         """Drop all texts but `rows`."""
 
 
-class Batch:
+class RequestBatch:
     """Requests of one method that go forward together, each at its own block and pass."""
-
-    watched = False  # will `show` be called after this pass?
 
     def __init__(
         self,
         parts: Parts,
         method: Method,
-        texts: Sequence[Text],
-        stop_ids: Sequence[int],
+        sequences: abc.Sequence[Sequence],
+        stop_ids: abc.Sequence[int],
         cache: CommittedText | None,
     ) -> None:
         self.parts, self.model, self.method, self.layout = parts, parts.backbone, method, method.layout
         self.size, self.stop_ids, self.device = method.layout.block, set(stop_ids), parts.device
-        self.texts, self.cache = list(texts), cache
+        self.sequences, self.cache = list(sequences), cache
         stops = self._tensor(sorted(self.stop_ids), torch.int64)
-        self.state = new_state([text.request for text in texts], self._fresh(), self._begin(), stops)
+        self.state = new_state([text.request for text in sequences], self._fresh(), self._begin(), stops)
 
-    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+    def _tensor(self, values: abc.Sequence[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _fresh(self) -> Draft:
         """The next block of every text: blank but for the tail of its prompt."""
-        return fresh_drafts([text.tail for text in self.texts], self.size, self.model.blank_id, self.device)
+        return fresh_drafts([text.tail for text in self.sequences], self.size, self.model.blank_id, self.device)
 
     def _begin(self) -> Tensor:
-        return self._tensor([len(text.clean) for text in self.texts], torch.int64)
+        return self._tensor([len(text.clean) for text in self.sequences], torch.int64)
 
     def commit(self) -> None:
         """A forward that only commits, where there is something to commit into the cache."""
-        waiting = [text for text in self.texts if text.stored < len(text.clean) - self.layout.held]
-        if waiting and self.cache is not None:
-            self._forward(None, but=self.layout.held)
+        waiting = [text for text in self.sequences if text.stored < len(text.clean)]
+        if waiting and self.cache is not None and self.layout.slots:  # elsewhere the pass itself commits
+            self._forward(None)
             for text in waiting:
                 text.nfe += 1
 
@@ -158,17 +89,17 @@ class Batch:
         the prompt, as in `generate`, would not be either.
         """
         last = self.layout.held
-        width = max(self.size, most // max(1, len(self.texts)) // self.size * self.size)
-        while any(text.stored < len(text.clean) - last for text in self.texts):
+        width = max(self.size, most // max(1, len(self.sequences)) // self.size * self.size)
+        while any(text.stored < len(text.clean) - last for text in self.sequences):
             self._forward(None, most=width, but=last)
 
     def draft_pass(self) -> list[int]:
         """One forward that commits what is pending and predicts; returns the rows whose block has closed."""
-        limits = self.method.limits([text.request for text in self.texts])
+        limits = self.method.limits([text.request for text in self.sequences])
         self.candidates = self.method.candidates(self.state, limits)
         rows, count = self.candidates.valid.shape
         hidden = self._forward(self.candidates if self.layout.slots else None)
-        for text in self.texts:
+        for text in self.sequences:
             text.nfe += 1
         self.choice = self.method.choose(self.parts, self.state, self.candidates, self._soft if count > 1 else None)
         best = hidden.view(rows, count, self.size, -1)[torch.arange(rows, device=self.device), self.choice.winner]
@@ -182,16 +113,16 @@ class Batch:
         """
         ends = [
             len(text.clean) - but if most is None else min(len(text.clean) - but, text.stored + most)
-            for text in self.texts
+            for text in self.sequences
         ]
-        pending = [text.clean[text.stored : end] for text, end in zip(self.texts, ends, strict=True)]
+        pending = [text.clean[text.stored : end] for text, end in zip(self.sequences, ends, strict=True)]
         counts = self._tensor([len(tokens) for tokens in pending], torch.int64)
         width = max(len(tokens) for tokens in pending)
         padded = [tokens + [0] * (width - len(tokens)) for tokens in pending]
         ids = self._tensor(padded, torch.int64).view(len(pending), width)
         place = torch.arange(width, device=self.device)
         real = place < counts[:, None]  # (R, W)
-        position = self._tensor([text.stored for text in self.texts], torch.int64)[:, None] + place
+        position = self._tensor([text.stored for text in self.sequences], torch.int64)[:, None] + place
         x = self.model.embed_tokens(ids)
         tokens = clean_tokens(torch.where(real, 0, -1), position, self.size)
         if drafts is None:
@@ -213,7 +144,7 @@ class Batch:
             self._soft = self._scorer_view(out, position, tokens, keys, past, real.shape[1])
         if self.cache is not None:
             self.cache.write(out.new, position[:, : real.shape[1]], real)
-            for text, count in zip(self.texts, real.sum(-1).tolist(), strict=True):
+            for text, count in zip(self.sequences, real.sum(-1).tolist(), strict=True):
                 text.stored += count
         return out.hidden
 
@@ -223,7 +154,7 @@ class Batch:
         position: Tensor,
         tokens: Tokens,
         keys: Tokens,
-        past: Sequence[KeysValues] | None,
+        past: abc.Sequence[KeysValues] | None,
         committed: int,
     ) -> Tensor:
         """What a scorer sees of the draft part of a forward, which begins after `committed` tokens: (R, C·B, D)."""
@@ -238,10 +169,10 @@ class Batch:
         mask = make_mask(draft, keys, self.model.backend)
         return scorer.soft_channel(self.model, of_draft, position[:, committed:], mask, seen)
 
-    def sound(self) -> list[bool]:
+    def finite(self) -> list[bool]:
         """Which requests have finite probabilities."""
-        sound: list[bool] = self.state.draft.prob.isfinite().all(-1).tolist()
-        return sound
+        finite: list[bool] = self.state.draft.prob.isfinite().all(-1).tolist()
+        return finite
 
     def block(self, row: int) -> list[int]:
         """The tokens of a draft after the last pass."""
@@ -250,7 +181,7 @@ class Batch:
 
     def show(self, watch: Watch) -> None:
         """Hand the state after a pass to the watcher."""
-        for seen in passes_of([text.index for text in self.texts], self.state, self.candidates, self.choice):
+        for seen in passes_of([text.index for text in self.sequences], self.state, self.candidates, self.choice):
             watch(seen)
 
     def next_blocks(self, finished: set[int]) -> None:
@@ -260,22 +191,24 @@ class Batch:
         if finished:
             self.leave(finished)
 
-    def join(self, other: Batch) -> None:
+    def join(self, other: RequestBatch) -> None:
         """Take over the requests of another batch, whose cache is of the same storage."""
-        self.texts += other.texts
+        self.sequences += other.texts
         self.state = joined(self.state, other.state)
 
     def leave(self, finished: set[int]) -> None:
         """Drop these rows."""
-        left = [row for row in range(len(self.texts)) if row not in finished]
-        self.texts = [self.texts[row] for row in left]
+        left = [row for row in range(len(self.sequences)) if row not in finished]
+        self.sequences = [self.sequences[row] for row in left]
         rows = self._tensor(left, torch.int64)
         self.state = self.state.rows(rows)
         if self.cache is not None:
             self.cache.keep(rows)
 
 
-def passes_of(requests: Sequence[int], state: DecodeState, candidates: Candidates, choice: Choice) -> Iterator[Pass]:
+def passes_of(
+    requests: abc.Sequence[int], state: DecodeState, candidates: Candidates, choice: Choice
+) -> abc.Iterator[Pass]:
     """What a pass left of every request's block."""
     ids, prob, _, _, given, committed, passes, closed = (part.tolist() for part in state.draft)
     texts, scores = candidates.ids.tolist(), choice.scores.tolist()

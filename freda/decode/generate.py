@@ -7,26 +7,25 @@ nothing but the first commit. What a pass is: `batch.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
 
 import torch
 
-from freda.decode.batch import Batch, Output, Pass, Request, Text, Watch
+from freda.decode.batch import RequestBatch
 from freda.decode.cache import Cache
+from freda.decode.request import Output, Request, Sequence, Watch
 from freda.methods.method import Method
 from freda.model.parts import Parts
-
-__all__ = ["Output", "Pass", "Request", "Watch", "generate"]
 
 
 @torch.no_grad()
 def generate(
     parts: Parts,
     method: Method,
-    requests: Sequence[Request],
+    requests: abc.Sequence[Request],
     *,
-    stop_ids: Sequence[int],
-    stopped: Callable[[Sequence[int]], bool] | None = None,
+    stop_ids: abc.Sequence[int],
+    stopped: abc.Callable[[abc.Sequence[int]], bool] | None = None,
     fused: bool = True,
     cached: bool = True,
     watch: Watch | None = None,
@@ -39,11 +38,11 @@ def generate(
     begun = time.perf_counter()
     outputs: dict[int, Output] = {}
     size = method.layout.block
-    texts = [Text(index, request, size) for index, request in enumerate(requests)]
+    texts = [Sequence(index, request, size) for index, request in enumerate(requests)]
     longest = max((len(r.prompt) + r.max_new_tokens + size for r in requests), default=0)
     cache = Cache(parts.backbone, len(requests), longest) if cached else None
-    loop = Batch(parts, method, texts, stop_ids, cache)
-    while loop.texts:
+    loop = RequestBatch(parts, method, texts, stop_ids, cache)
+    while loop.sequences:
         if not fused:
             loop.commit()
         closed = loop.draft_pass()
@@ -51,7 +50,7 @@ def generate(
             loop.show(watch)
         finished = set()
         for row in closed:
-            text = loop.texts[row]
+            text = loop.sequences[row]
             reason = text.close_block(loop.state.draft.ids[row].tolist(), loop.stop_ids)
             if reason is None and stopped is not None and stopped(text.new):
                 reason = "stop"

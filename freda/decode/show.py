@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from freda.data.tokenizer import Tokenizer
-from freda.decode.generate import Pass
+from freda.decode.request import Pass
 
 COMMITTED, OPEN = "✓", "?"
 # Confidence from which a colour is used, the surest first.

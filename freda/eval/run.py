@@ -8,7 +8,7 @@ shows what a pass adds apart from how errors add up over a text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,6 @@ from freda.data.synthetic import Problem, grade
 from freda.decode.generate import Output, Request, generate
 from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
-from freda.methods.autoregressive import next_token_logits
-from freda.methods.draft import Rules, clean_half, draft_logits, likeliest, soft_embedding, start
 
 Progress = Callable[[int], None]
 

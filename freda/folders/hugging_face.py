@@ -13,9 +13,9 @@ from torch import Tensor
 
 from freda.errors import FredaError
 from freda.model.config import LLAMA3_SCALING, ModelConfig
+from freda.model.device import DTYPES as DTYPES
 from freda.model.transformer import Transformer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRANSFORMERS = "5.17.0"  # the format of config.json; without it, newer versions warn of a wrong tokenizer
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
