@@ -193,7 +193,7 @@ class RequestBatch:
 
     def join(self, other: RequestBatch) -> None:
         """Take over the requests of another batch, whose cache is of the same storage."""
-        self.sequences += other.texts
+        self.sequences += other.sequences
         self.state = joined(self.state, other.state)
 
     def leave(self, finished: set[int]) -> None:

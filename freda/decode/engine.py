@@ -31,6 +31,7 @@ from freda.decode.request import Event, Output, Pass, QueueFull, Request, Sequen
 from freda.decode.stops import StopMatcher
 from freda.errors import FredaError, note, require
 from freda.folders.model_folder import LoadedModel
+from freda.methods import method_named
 from freda.methods.method import Method
 from freda.model.staircase import MOST_BLOCK
 from freda.model.transformer import Transformer
