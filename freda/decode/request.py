@@ -40,7 +40,7 @@ def stop_strings(stop: object) -> tuple[str, ...]:
     for word in words:
         require(isinstance(word, str), f"a stop string is {word!r} ({type(word).__name__}); use strings")
         require(bool(word), "a stop string is empty; omit it")
-    return words
+    return words  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
