@@ -72,6 +72,9 @@ class MiniConfig:
             require(1 <= least <= last <= most, f"{told}; use 1 to {most}, in this order")
 
 
+GeneratorConfig = CorpusConfig | MiniConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class DocumentsConfig:
     """`[benchmark.NAME]`: where texts lie. Text of benchmarks is kept out of the training data."""

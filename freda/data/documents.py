@@ -15,16 +15,16 @@ import itertools
 import json
 import random
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.data.config import DocumentsConfig, MadeKind, PrepareFile
+from freda.data.config import DocumentsConfig, GeneratorConfig, PrepareFile
 from freda.data.files import File, find, open_file, told_if_cut_short
-from freda.data.generators import GENERATORS, made
+from freda.data.generators import GENERATORS
 from freda.errors import FredaError
 
 LONGEST_LINE = 1 << 28  # bytes; a file without line breaks must not fill the memory
@@ -52,49 +52,44 @@ Record = Document | Broken
 Pending = Callable[[], Record]  # a record not yet parsed: what belongs to other parts never is
 
 
-def read(
-    config: DocumentsConfig,
-    root: Path,
-    settings: PrepareFile,
-    *,
-    part: int = 0,
-    parts: int = 1,
-    seed: int | None = None,
-) -> Iterator[Record]:
-    """The records of one part. Relative paths start from `root`; the sections of `settings` say what generators make.
+class Source(NamedTuple):
+    """A section of the prepare file, with what it needs to be read."""
+
+    config: DocumentsConfig
+    root: Path = Path()  # where relative paths start
+    generator: GeneratorConfig | None = None  # settings of the generator, for kinds that are generated
+
+    def files(self) -> list[File]:
+        """The files it consists of; none for datasets of the Hub and generated documents."""
+        return [] if self.config.kind in ("huggingface", *GENERATORS) else find(self.config, self.root)
+
+
+def sources_of(file: PrepareFile, tables: Mapping[str, DocumentsConfig], root: Path) -> dict[str, Source]:
+    """The `[source.NAME]` or `[benchmark.NAME]` tables of a prepare file, ready to be read."""
+    settings = {kind: getattr(file, generator.section) for kind, generator in GENERATORS.items()}
+    return {name: Source(table, root, settings.get(table.kind)) for name, table in tables.items()}
+
+
+def read(source: Source, *, part: int = 0, parts: int = 1, seed: int | None = None) -> Iterator[Record]:
+    """The records of one part.
 
     With a `seed` files come in a random order, so that the beginning of a folder is a sample of it. Records keep their
     order within a file.
     """
+    config = source.config
     if config.kind == "huggingface":
         return _hugging_face(config, part, parts)
     if config.kind in GENERATORS:
-        return _made(config.kind, settings, part, parts)
-    files = find(config, root)
+        return _generated(source, part, parts)
+    files = source.files()
     if seed is not None and not files[0].member:  # an archive is read from front to end: going back unpacks it again
         random.Random(seed).shuffle(files)
-    if len(files) >= parts:
-        pending: Iterable[Pending] = itertools.chain.from_iterable(_records(f, config) for f in files[part::parts])
-    else:
-        whole = itertools.chain.from_iterable(_records(f, config) for f in files)
-        pending = itertools.islice(whole, part, None, parts)
-    return (parse() for parse in pending)
+    chosen = files[part::parts] if len(files) >= parts else files
+    pending = itertools.chain.from_iterable(READERS[config.kind](file, config) for file in chosen)
+    return (parse() for parse in (pending if len(files) >= parts else itertools.islice(pending, part, None, parts)))
 
 
 # -- one file as records ---------------------------------------------------------------------------------------------
-
-
-def _records(file: File, config: DocumentsConfig) -> Iterator[Pending]:
-    """The records of one file, in order, not yet parsed."""
-    readers = {
-        "jsonl": _json_lines,
-        "table": _table,
-        "parquet": _parquet,
-        "text": _whole_file,
-        "code": _whole_file,
-        "datatrove": _datatrove,
-    }
-    return readers[config.kind](file, config)
 
 
 def _json_lines(file: File, config: DocumentsConfig) -> Iterator[Pending]:
@@ -232,6 +227,16 @@ def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
         yield functools.partial(parse, number)
 
 
+READERS = {
+    "jsonl": _json_lines,
+    "table": _table,
+    "parquet": _parquet,
+    "text": _whole_file,
+    "code": _whole_file,
+    "datatrove": _datatrove,
+}
+
+
 # -- sources that are no files ---------------------------------------------------------------------------------------
 
 
@@ -274,8 +279,9 @@ def newest_commit(dataset: str) -> str:
         raise FredaError(f"cannot find the dataset {dataset} on the Hub ({error}); set its revision, or path") from None
 
 
-def _made(kind: MadeKind, settings: PrepareFile, part: int, parts: int) -> Iterator[Document]:
-    for split, number, text in made(kind, settings, part, parts):
+def _generated(source: Source, part: int, parts: int) -> Iterator[Document]:
+    kind = source.config.kind
+    for split, number, text in GENERATORS[kind].documents(source.generator, part, parts):
         yield Document(f"{kind} {number} of {split}", text, split=split)
 
 

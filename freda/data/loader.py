@@ -72,7 +72,9 @@ class Loader:
         self._kept_order: tuple[int, Ints] | None = None
         self.rows = self._plan.rows
         if self.rows == 0:
-            raise FredaError(f"the {split} split of {folder} holds no document; prepare it with at least one")
+            key = "prepare.validation_share (of a generator: validation_problems, validation_documents)"
+            advice = f"raise {key}" if split == "validation" else "look at its sources"
+            raise FredaError(f"the {split} split of {folder} holds no document; {advice} and freda prepare --replace")
 
     @property
     def fullness(self) -> float:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freda.errors import FredaError
-from freda.files import write_whole
+from freda.files import beside, write_whole
 
 ShardSplit = Literal["train", "validation"]
 SPLITS: tuple[ShardSplit, ...] = ("train", "validation")
@@ -37,11 +36,6 @@ MANIFEST = "manifest.json"
 ID = np.dtype("<i4")
 OFFSET = np.dtype("<i8")
 START_ANEW = "delete the folder and run freda prepare again"
-
-
-def part_name(name: str) -> str:
-    """What a file is called until it is complete."""
-    return f"{name}.part"
 
 
 # -- the manifest ----------------------------------------------------------------------------------------------------
@@ -157,9 +151,8 @@ class ShardWriter:
     """Writes one shard, document by document. Use it as a context manager; the files appear when it closes well."""
 
     def __init__(self, folder: Path, name: str, *, eos_id: int, align: int) -> None:
-        self._folder = folder
         self._name = name
-        self._names = (f"{name}.bin", f"{name}.idx")
+        self._paths = (folder / f"{name}.bin", folder / f"{name}.idx")
         self._eos_id = eos_id
         self._align = align
         self.documents = 0
@@ -168,8 +161,7 @@ class ShardWriter:
         self._sha256_idx = hashlib.sha256()
 
     def __enter__(self) -> ShardWriter:
-        parts = [self._folder / part_name(name) for name in self._names]
-        self._bin, self._idx = (open(part, "wb") for part in parts)  # noqa: SIM115 -- closed by __exit__
+        self._bin, self._idx = (beside(path).open("wb") for path in self._paths)
         return self
 
     def __exit__(
@@ -178,8 +170,8 @@ class ShardWriter:
         self._bin.close()
         self._idx.close()
         if kind is None:
-            for name in self._names:
-                os.replace(self._folder / part_name(name), self._folder / name)
+            for path in self._paths:
+                beside(path).replace(path)
 
     def add(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Append a document; EOS and the fill are added here."""

@@ -26,6 +26,7 @@ from freda.errors import FredaError
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
 
+SECTION = "corpus"  # of the prepare file, and of the manifest of shards made from it
 VERSION = 1  # of the texts: the same seed gives the same texts as long as this stays; the order of words counts
 LEAST = 2  # smallest number: "finds 1 more" would want other words
 LEAST_MAX_NUMBER = 2 * LEAST + 1  # from here on, every total can be changed

@@ -28,13 +28,13 @@ Runner = Callable[[Sequence[Task]], Sequence[Outcome]]
 
 
 @contextlib.contextmanager
-def runner(config: PrepareFile, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
+def runner(file: PrepareFile, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
     """How tasks are run: in this process, in several, or shared among the processes that torchrun has started."""
     if world > 1:
-        with _torchrun(config, root, out) as pair:
+        with _torchrun(file, root, out) as pair:
             yield pair
         return
-    worker = Worker(config, root, out)
+    worker = Worker(file, root, out)
     if workers == 1:
         yield worker, lambda tasks: [worker.run(task) for task in tasks]
     else:
@@ -111,7 +111,7 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torchrun(config: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
+def _torchrun(file: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
     """Every process takes every world-th task of a wave, on one machine or many with a shared folder; then all tell
     all what came out. Starting, restarting and stopping them is torchrun's."""
     import torch.distributed as dist
@@ -119,7 +119,7 @@ def _torchrun(config: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Work
     dist.init_process_group("gloo")
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
-        shared = [config]
+        shared = [file]
         dist.broadcast_object_list(shared)  # rank 0 has provided the tokenizer and found the revisions
         worker = Worker(shared[0], root, out)
 
