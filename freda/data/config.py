@@ -33,7 +33,7 @@ class CorpusConfig:
     seed: int = knob(0, "seed of the generator")
 
     def __post_init__(self) -> None:
-        for name, least in {"problems": 1, "validation_problems": 0, "steps": 1, "max_number": 9, "align": 1}.items():
+        for name, least in {"problems": 1, "validation_problems": 0, "steps": 1, "max_number": 5, "align": 1}.items():
             require(getattr(self, name) >= least, f"corpus.{name} is {getattr(self, name)}; use {least} or more")
         require(
             self.max_change == 0 or self.max_change >= 2,

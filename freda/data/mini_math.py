@@ -240,11 +240,4 @@ def _words(rng: random.Random, person: Person, other: Person) -> dict[str, str]:
     things, others = pick(rng, THINGS), pick(rng, THINGS)
     while others == things:
         others = pick(rng, THINGS)
-    return {
-        "name": person.name,
-        "she": person.she,
-        "She": person.she.capitalize(),
-        "other": other.name,
-        "things": things,
-        "others": others,
-    }
+    return {**person.words, "other": other.name, "things": things, "others": others}

@@ -29,7 +29,6 @@ Split = Literal["train", "validation", "test"]
 SECTION = "corpus"  # of the prepare file, and of the manifest of shards made from it
 VERSION = 1  # of the texts: the same seed gives the same texts as long as this stays; the order of words counts
 LEAST = 2  # smallest number: "finds 1 more" would want other words
-LEAST_MAX_NUMBER = 2 * LEAST + 1  # from here on, every total can be changed
 PATIENCE = 10_000  # draws without success after which there is nothing (new) to find
 
 
@@ -38,6 +37,11 @@ class Person(NamedTuple):
 
     name: str
     she: str
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The fields of a sentence about this person."""
+        return {"name": self.name, "she": self.she, "She": self.she.capitalize()}
 
 
 PEOPLE = (
@@ -134,62 +138,27 @@ class Problem(NamedTuple):
         return f"{self.prompt} {self.solution}"
 
 
+def problems(split: Split, count: int, **settings: Any) -> list[Problem]:
+    """The first problems of a split, given values of `[corpus]`; a smaller count is a prefix of a larger one."""
+    return list(itertools.islice(problems_of(CorpusConfig(**settings), split), count))
+
+
 def problems_of(config: CorpusConfig, split: Split) -> Iterator[Problem]:
-    """The problems of a configured corpus, without end."""
-    return stream(
-        split,
-        steps=config.steps,
-        max_number=config.max_number,
-        seed=config.seed,
-        max_change=config.max_change,
-        carry=config.carry,
-        varied=config.varied,
-    )
-
-
-def problems(split: Split, count: int, **kind: Any) -> list[Problem]:
-    """The first problems of a `stream` of that kind; a smaller count is a prefix of a larger one."""
-    return list(itertools.islice(stream(split, **kind), count))
-
-
-def stream(
-    split: Split,
-    *,
-    steps: int,
-    max_number: int,
-    seed: int,
-    max_change: int = 0,
-    carry: bool = True,
-    varied: bool = True,
-) -> Iterator[Problem]:
     """The problems of a split, without end.
 
-    `max_change` bounds what is added or taken in a step; `carry=False` leaves out sums that carry or borrow;
-    `varied=False` words every solution alike, so that a question
-    determines each token of it.
-
     Held-out questions come once each, as long as there are new ones: a repeated question measures nothing. Training
-    questions may come again, often with another solution, which is how a model learns that there are several.
+    questions may be repeated, often with another solution, which is how a model learns that there are several.
     """
-    _check(steps, max_number)
-    rng = random.Random(f"{split} {seed}")  # of a string: the same in every process, unlike of a tuple
+    rng = random.Random(f"{split} {config.seed}")  # of a string: the same in every process, unlike of a tuple
     asked: set[str] = set()
     repeats = 0
     while True:
-        problem = _word(_draw_sum_of(split, rng, steps, max_number, max_change, carry), rng, varied)
+        problem = _word(_draw_sum(rng, config, split), rng, config.varied)
+        repeats = repeats + 1 if problem.question in asked else 0
+        if split == "train" or not 0 < repeats <= PATIENCE:
+            yield problem
         if split != "train":
-            if problem.question in asked and repeats < PATIENCE:
-                repeats += 1
-                continue
-            repeats = repeats if problem.question in asked else 0
             asked.add(problem.question)
-        yield problem
-
-
-def make_problem(rng: random.Random, *, steps: int, max_number: int) -> Problem:
-    """One problem of any split."""
-    _check(steps, max_number)
-    return _word(_draw_sum(rng, steps, max_number), rng, varied=True)
 
 
 def split_of(key: str) -> Split:
@@ -200,34 +169,24 @@ def split_of(key: str) -> Split:
     return "validation" if bucket == 8 else "test"
 
 
-def _check(steps: int, max_number: int) -> None:
-    if steps < 1:
-        raise FredaError(f"problems cannot have {steps} steps; use 1 or more")
-    if max_number < LEAST_MAX_NUMBER:
-        raise FredaError(f"problems with max_number {max_number} do not exist; use {LEAST_MAX_NUMBER} or more")
-
-
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def _draw_sum_of(split: Split, rng: random.Random, steps: int, max_number: int, max_change: int, carry: bool) -> Sum:
+def _draw_sum(rng: random.Random, config: CorpusConfig, split: Split) -> Sum:
+    """A sum of the split."""
     for _ in range(PATIENCE):
-        drawn = _draw_sum(rng, steps, max_number, max_change)
-        if split_of(drawn.key) == split and (carry or not drawn.carries):
+        start = total = between(rng, LEAST, config.max_number)
+        changes = []
+        for _ in range(config.steps):
+            changes.append(_draw_change(rng, total, config.max_number, config.max_change or config.max_number))
+            total += changes[-1]
+        drawn = Sum(start, tuple(changes))
+        if split_of(drawn.key) == split and (config.carry or not drawn.carries):
             return drawn
     raise FredaError(
-        f"no sum of {steps} steps with numbers up to {max_number} is in the {split} split; use a larger max_number"
+        f"no sum of {config.steps} steps with numbers up to {config.max_number} is in the {split} split; "
+        "use a larger max_number"
     )
-
-
-def _draw_sum(rng: random.Random, steps: int, max_number: int, max_change: int = 0) -> Sum:
-    start = total = between(rng, LEAST, max_number)
-    changes = []
-    for _ in range(steps):
-        change = _draw_change(rng, total, max_number, max_change or max_number)
-        changes.append(change)
-        total += change
-    return Sum(start, tuple(changes))
 
 
 def _draw_change(rng: random.Random, total: int, max_number: int, max_change: int) -> int:
@@ -259,12 +218,7 @@ def pick(rng: random.Random, options: Sequence[T]) -> T:
 def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
     """Tell a sum as a story, and solve it."""
     person = pick(rng, PEOPLE)
-    words = {
-        "name": person.name,
-        "she": person.she,
-        "She": person.she.capitalize(),
-        "things": pick(rng, THINGS),
-    }
+    words = {**person.words, "things": pick(rng, THINGS)}
     question = [pick(rng, OPENINGS).format(n=drawn.start, **words)]
     solution = []
     total = drawn.start
