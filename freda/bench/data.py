@@ -6,7 +6,6 @@ decontaminate, encode, write, hash; each in a process of its own, so that its pe
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -48,8 +47,7 @@ def bench_data(file: PrepareFile, root: Path, megabytes: float) -> dict[str, Any
     if encoder.library == "tiktoken":
         measured = {"tiktoken alone": _best(lambda: _tiktoken_alone(encoder, texts)), **measured}
     if file.benchmark:
-        texts_of = benchmark_texts(sources_of(file, file.benchmark, root))
-        index = Index(texts_of, **dataclasses.asdict(file.decontaminate))
+        index = Index(benchmark_texts(sources_of(file, file.benchmark, root)), file.decontaminate)
         measured["decontamination alone"] = _best(lambda: [index.hits(text) for text in texts])
     rows = [_row(name, seconds, tokens, size) for name, seconds in measured.items()]
     rows += _end_to_end(file, root, texts, encoder)

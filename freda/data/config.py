@@ -137,6 +137,7 @@ class DecontaminateConfig:
     threshold: float = knob(0.0, "share of one benchmark text's n-grams that a document must hold; 0: any single one")
 
     def __post_init__(self) -> None:
+        require(self.ngram >= 1, f"decontaminate.ngram is {self.ngram}; use 1 or more")
         require(1 <= self.shortest <= self.ngram, f"decontaminate.shortest is {self.shortest}; use 1 to {self.ngram}")
         require(0 <= self.threshold <= 1, f"decontaminate.threshold is {self.threshold}; use 0 to 1")
 

@@ -150,7 +150,7 @@ class Tools:
     ) -> None:
         self.tokenizer = tokenizer
         self.encoder: Encoder = make_encoder(tokenizer, itertools.chain.from_iterable(map(sample, sources.values())))
-        self.index = Index(benchmark_texts(benchmarks), **dataclasses.asdict(limits)) if benchmarks else None
+        self.index = Index(benchmark_texts(benchmarks), limits) if benchmarks else None
 
 
 def benchmark_texts(benchmarks: Mapping[str, Source]) -> Iterator[tuple[str, str]]:
