@@ -29,7 +29,7 @@ Hashes = NDArray[np.uint64]
 
 DEFAULT = DecontaminateConfig()
 WORD = re.compile(rb"[a-z0-9]+")
-PIECE = 1 << 16  # characters looked at in one go: as fast as a million with a sixteenth of the memory, and in the cache
+PIECE = 1 << 16  # characters processed at once: as fast as a million, with a sixteenth of the memory
 LOAD = 8  # bytes of a word that are read as one number
 SPACE = b" " * LOAD  # put around texts, so that reading from any place stays within them
 MIX, BASE = np.uint64(0x9E3779B97F4A7C15), 0xD6E8FEB86659FD93  # odd, so that multiplying loses nothing
@@ -93,8 +93,8 @@ class _Words(NamedTuple):
 def _pieces(text: str, overlap: int) -> Iterator[_Words]:
     """The words of a text, PIECE characters at a time; a piece begins with the last `overlap` words of the one before.
 
-    A word that touches the end of a piece may go on, so it is left to the next piece. A piece takes in no less than is
-    carried over: a word of many pieces is then read twice, not once for each of them.
+    A word that touches the end of a piece may continue, so it is left to the next piece. A piece takes in at least as
+    much as is carried over: a word of many pieces is then read twice, not once for each of them.
     """
     carried = b""
     begin = 0
@@ -114,9 +114,11 @@ def _pieces(text: str, overlap: int) -> Iterator[_Words]:
 
 
 def _find_words(data: bytes) -> _Words:
-    """The words of some bytes."""
+    """Find the words of some bytes."""
     raw = np.frombuffer(b"".join((SPACE, data, SPACE)), np.uint8)
-    lower = raw | np.uint8(0x20)  # small letters of capitals, but digits of control bytes too: for digits ask `raw`
+    lower = raw | np.uint8(
+        0x20
+    )  # capitals become small letters, but control bytes become digits: digits are looked for in `raw`
     inside = lower[LOAD - 1 :] - np.uint8(ord("a")) < 26  # differences wrap around: smaller bytes become large
     inside |= raw[LOAD - 1 :] - np.uint8(ord("0")) < 10
     edges = np.flatnonzero(inside[1:] != inside[:-1])  # starts and ends in turn, counted in `data`
@@ -125,7 +127,7 @@ def _find_words(data: bytes) -> _Words:
 
 
 def _hash_words(lower: NDArray[np.uint8], starts: Ints, ends: Ints) -> Hashes:
-    """A number for each word, from its length, its first and its last 8 bytes. Words that differ elsewhere are few."""
+    """A number for each word, from its length, its first and its last 8 bytes. Few words differ elsewhere."""
     loads: Hashes = np.ndarray((len(lower) - LOAD + 1,), "<u8", lower, strides=(1,))  # 8 bytes from each place on
     if len(loads) <= 4 * PIECE:
         loads = loads.copy()  # aligned: 8 times the memory, but reads three times as fast
@@ -152,11 +154,11 @@ def _hash_windows(hashes: Hashes, length: int, powers: Hashes) -> Hashes:
 
 
 class _Filter:
-    """A Bloom filter of hashes: says no for sure, and yes by mistake to one in 3,000.
+    """A Bloom filter of hashes with one false positive in 3,000.
 
     The upper bits of a hash choose one of many 64-bit numbers, its lower bits the 5 bits that must be set there: one
-    access decides. A million n-grams take 4 MB, which stay in the cache. Half of that lets 7 times as much pass, and a
-    table of truth values, one per hash, took 16 MB to let every seventh pass.
+    access decides. A million n-grams take 4 MB, which stay in the cache. With half of that, 7 times as many pass; a
+    table with one bit per hash took 16 MB, and every seventh passed.
     """
 
     def __init__(self, hashes: Hashes) -> None:
@@ -166,7 +168,7 @@ class _Filter:
         np.bitwise_or.at(self._table, *self._places(hashes))
 
     def passing(self, hashes: Hashes) -> Ints:
-        """Which of the hashes may be known."""
+        """Indices of the hashes that may be known."""
         places, patterns = self._places(hashes)
         found = self._table.take(places, mode="clip")
         found &= patterns

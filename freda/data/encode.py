@@ -49,7 +49,7 @@ DIFFICULT_TEXTS = (
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What tiktoken needs of a tokenizer, and what is done for it."""
+    """What tiktoken needs of a tokenizer, and what the encoder must do beside it."""
 
     pattern: str
     ranks: dict[bytes, int]
@@ -64,8 +64,8 @@ class _UnfitError(Exception):
 class Encoder:
     """Text to ids. `library` is the one in use; `reason` says why it is not tiktoken, and is empty where it is.
 
-    `tiktoken` is its encoding for measurements, or None: alone it is wrong for the texts that `quick` leaves out.
-    It can be sent to worker processes: they build it again from `tokenizer.json`, without the checks.
+    `tiktoken` is its encoding for measurements, or None: alone it is wrong for the texts that `quick` skips. Worker
+    processes that get a pickled encoder build it again from `tokenizer.json`, without the checks.
     """
 
     def __init__(self, tokenizer: Tokenizer, recipe: _Recipe | None, reason: str) -> None:
@@ -82,11 +82,10 @@ class Encoder:
         return np.array(self._tokenizer.encode(text), dtype=np.int32) if ids is None else ids
 
     def quick(self, text: str) -> NDArray[np.int32] | None:
-        """The ids by tiktoken, or None for a text that is left to the definition.
+        """The ids by tiktoken, or None for a text that only `Tokenizer.encode` can handle.
 
-        That is a text with the text of an added token (BLANK's is an error there), with lone surrogates (an error as
-        well), or with a million spaces in a row, for which the stack of tiktoken's regex engine is too small. All
-        texts are, where tiktoken is not in use.
+        Such a text contains an added token (BLANK is an error there), lone surrogates (an error too), or a million
+        spaces in a row, for which the stack of tiktoken's regex engine is too small. Without tiktoken it is any text.
         """
         if self._recipe is None or self._recipe.added.search(text):
             return None
@@ -125,7 +124,7 @@ def make_encoder(tokenizer: Tokenizer, sample: Iterable[str] = ()) -> Encoder:
 
 
 def _restore(json_text: str, settings: Mapping[str, Any], library: str, reason: str) -> Encoder:
-    """An encoder in another process, already checked in the first."""
+    """Rebuild an encoder in another process; the first one has checked it."""
     recipe = _recipe(json.loads(json_text)) if library == "tiktoken" else None
     return Encoder(Tokenizer(json_text, settings), recipe, reason)
 
@@ -182,44 +181,44 @@ def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
 
 
 def _byte_characters() -> str:
-    """The characters that GPT-2 and all after it write for the bytes 0 to 255: itself where it can be seen."""
+    """The characters that GPT-2 and its successors write for the bytes 0 to 255: the same one where it is visible."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(BYTES, 2 * BYTES))
     return "".join(chr(byte) if byte in visible else chr(next(others)) for byte in range(BYTES))
 
 
 def _ranks(model: Mapping[str, Any]) -> dict[bytes, int]:
-    """The bytes of each token that text can give, and its id, which is its rank."""
+    """The bytes of every token that a text can contain, with its id, which is its rank."""
     to_latin = str.maketrans({character: chr(byte) for byte, character in enumerate(_byte_characters())})
     return {entry.translate(to_latin).encode("latin-1"): model["vocab"][entry] for entry in _reachable(model)}
 
 
 def _reachable(model: Mapping[str, Any]) -> set[str]:
-    """The bytes, and what merges make of them. With `ignore_merges` any entry can be a piece of text."""
+    """The bytes and everything merges make of them; with `ignore_merges`, any entry of the vocabulary."""
     alphabet = frozenset(_byte_characters())
     entries = model["vocab"] if model.get("ignore_merges") else {left + right for left, right in _merges(model)}
     return {entry for entry in entries if alphabet.issuperset(entry)} | alphabet
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The pairs in order. Older files write a pair as one string; no byte is written as a space."""
+    """The pairs to merge, in order. Older files write a pair as one string; no byte is written as a space."""
     return [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
 
 
-# -- do both mean the same? ------------------------------------------------------------------------------------------
+# -- comparing the libraries -----------------------------------------------------------------------------------------
 
 
 def _check_merges(model: Mapping[str, Any]) -> None:
-    """Are "the first pair of the list" and "the two neighbours whose joint bytes have the lowest id" the same rule?
+    """Check that "merge the first pair of the list" and "merge the neighbours whose bytes have the lowest id" agree.
 
-    They are if the list is in the order of the ids, and no text of a token ends as two tokens. Proof: between two cuts
-    of a longer text, merges follow each other as in that stretch alone. So where two neighbours spell a token, they
-    are the two that its own text comes to, a single pair for each token, and that pair is listed, or it would stay:
-    both rules choose among the same pairs, in the same order. It holds for one pair per token (Qwen, GPT-2, whatever
+    They do if the list is in the order of the ids, and no text of a token ends as two tokens. Proof: between two cuts
+    of a longer text, merges happen in the order they would in that stretch alone. So where two neighbours spell a
+    token, they are the pair that its own text is reduced to, one pair per token, and that pair is in the list, or the
+    text would stay split: both rules choose among the same pairs, in the same order. It holds for one pair per token (Qwen, GPT-2, whatever
     `tokenizers` trains) and for all that spell it (Llama 3).
 
-    tiktoken takes a piece of text that is a token at once. `ignore_merges` says the same, and then 588 tokens of
-    Llama 3 exist only that way, their merges leaving three parts or more. Otherwise, merges must make each token.
+    tiktoken looks up a whole piece of text first. `ignore_merges` does the same; 588 tokens of Llama 3 exist only that
+    way, their merges leaving three parts or more. Without `ignore_merges`, merges must make every token.
     """
     highest = -1
     for left, right in _merges(model):
@@ -235,7 +234,7 @@ def _check_merges(model: Mapping[str, Any]) -> None:
 
 
 def _encoding(recipe: _Recipe, blank_id: int) -> Any:
-    """The tiktoken encoding."""
+    """Build the tiktoken encoding."""
     try:
         import tiktoken
     except ImportError:
@@ -257,7 +256,7 @@ def _compare(encoder: Encoder, tokenizer: Tokenizer, text: str) -> None:
 
 
 def _every_script() -> Iterator[str]:
-    """Each character below U+10000 behind a letter, a digit and spaces; of CJK, Hangul and private use a few.
+    """Each character below U+10000 after a letter, a digit and spaces; only some of CJK, Hangul and private use.
 
     Two regex libraries may have the tables of two versions of Unicode. 0.35 MB in all, with every 16th character of the
     next plane: that takes 0.3 s, and all of them would take 1.5 s.

@@ -1,6 +1,6 @@
-"""`freda prepare --plan`: what would be done, how much there is of each source, and how long it will take.
+"""`freda prepare --plan`: what a run would do, how much there is of each source, and how long it will take.
 
-A little of every source is read, decontaminated and encoded for this; the numbers for the whole are in proportion.
+The beginning of every source is read, decontaminated and encoded; the numbers for the whole are extrapolated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from freda.data.tasks import Tally, Tools, sample
 from freda.data.tokenizer import train_tokenizer
 
 PROBED = 2_000_000  # characters of every source
-UNPACKED = 4  # bytes of text in a byte of packed text, as a rule
+UNPACKED = 4  # bytes of text in a compressed byte, roughly
 
 
 class Estimate(NamedTuple):
@@ -70,7 +70,7 @@ def _estimate(name: str, source: Source, settings: PrepareConfig, wanted: int, t
 
 
 def _scaled(tokens: int, stored: int, records: int, source: Source, files: Sequence[File]) -> int:
-    """Tokens of the whole source, given those of its first `records` with `stored` bytes; -1 if nobody knows."""
+    """Tokens of the whole source, given those of its first `records` with `stored` bytes; -1 if unknown."""
     if source.generator is not None:
         documents: int = getattr(source.generator, GENERATORS[source.config.kind].training)
         return round(tokens * documents / records)
@@ -117,7 +117,7 @@ def plan_lines(file: PrepareFile, root: Path, workers: int) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """A time span in the unit that suits it."""
+    """A time span in a suitable unit."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -4,8 +4,8 @@
 
 A source is cut into `parts`; every part first writes its equal share of the source's tokens. Parts that run dry leave a
 gap, which the others fill in the next wave; when all are dry, the source is read again, as often as `epochs` allows.
-What is planned follows from what is done, and what a task writes from its settings: killed at any moment and started
-again, the run resumes and ends with the same bytes. A folder of others is never touched.
+The plan follows from what is done, and what a task writes from its settings: killed at any moment and started again,
+the run resumes and ends with the same bytes. A folder that holds anything else is never touched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from freda.data.workers import Runner, progress, runner
 from freda.errors import FredaError
 from freda.files import beside, locked, write_whole
 
-TOKENIZER_TEXT = (10_000, 30_000_000)  # documents and characters to learn a tokenizer from; more would only take longer
+TOKENIZER_TEXT = (10_000, 30_000_000)  # documents and characters to train a tokenizer on; more would only take longer
 Note = Callable[[str], None]
 Outcomes = list[tuple[Task, Outcome]]
 
@@ -61,7 +61,9 @@ def prepare(
     file = with_sources(file)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if (out / MANIFEST).exists():
-        found = _finished(file, root, out, replace_other=replace_other and rank == 0)
+        if replace_other and world > 1:
+            raise FredaError(f"--replace and torchrun cannot be combined; delete {out} first")
+        found = _finished(file, root, out, replace_other=replace_other)
         if found is not None:
             return found
     _check_leftovers(out)
@@ -133,7 +135,7 @@ def budgets(tokens: int, sources: Mapping[str, SourceConfig]) -> dict[str, int]:
 def next_wave(
     source: str, budget: int, epochs: int, parts: int, done: Sequence[Mapping[Task, Outcome]]
 ) -> tuple[list[Task], str]:
-    """The tasks that a source needs next, given all its finished waves; or none, and if it ran dry a word about it."""
+    """The tasks that a source needs next, given its finished waves; or none, with a message if the source ran dry."""
     if not done:
         return [Task(source, part, 0, 0, 0, math.ceil(budget / parts)) for part in range(parts)], ""
     have = sum(outcome.tokens for wave in done for outcome in wave.values())
@@ -196,13 +198,13 @@ def _waves(sources: Mapping[str, SourceConfig], settings: PrepareConfig, run: Ru
 
 
 def _check_useful(source: str, outcomes: Collection[Outcome]) -> None:
-    """A source of which nothing can be used has wrong settings."""
+    """Stop if nothing of a source can be used, which means that its settings are wrong."""
     examples = [example for outcome in outcomes for example in outcome.examples]
     if examples and not any(outcome.shards for outcome in outcomes):
         first, count = examples[0], sum(sum(outcome.dropped.values()) for outcome in outcomes)
         raise FredaError(
             f"source.{source}: none of its {count} records can be used, first {first['where']}: {first['reason']} "
-            f"({first['detail']}); look at path, kind and field"
+            f"({first['detail']}); check path, kind and field"
         )
 
 
@@ -257,7 +259,7 @@ def _check_leftovers(out: Path) -> None:
 
 
 def _provide_tokenizer(file: PrepareFile, root: Path, out: Path) -> None:
-    """Put the tokenizer where all processes of the run find it: the one named, or one learned from the documents."""
+    """Put the tokenizer where all processes of the run find it: the one named, or one trained on the documents."""
     if file.prepare.tokenizer:
         named_tokenizer(file.prepare, root).save(out / WORK)
         return
@@ -306,7 +308,7 @@ def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
         for split in SPLITS
     }
     if not splits["train"].documents:
-        raise FredaError("no document is left to train on; look at the sources with freda prepare --plan")
+        raise FredaError("no document is left to train on; check the sources with freda prepare --plan")
     first = [(task.source, outcome) for task, outcome in outcomes if task.epoch == 0]  # later epochs drop the same
     manifest = Manifest(
         source=description(worker.file, root),

@@ -4,7 +4,7 @@ A folder of shards holds
 
     train-NAME.bin  the ids of documents, one after the other, little-endian int32; as many shards as there were tasks
     train-NAME.idx  where each document ends in it, counted in tokens, little-endian int64
-    validation-...  the same for what is held out
+    validation-...  the documents that are held out, in such files
     manifest.json   where the texts came from, counts, hashes, what was dropped and why, how to read the ids
 
 A stored document ends in EOS and is filled with EOS to a multiple of `align`, so that blocks of any size that divides
@@ -53,7 +53,7 @@ class ShardInfo:
     sha256_idx: str
 
     def is_there(self, folder: Path) -> bool:
-        """Are both files there, in their sizes?"""
+        """Whether both files exist in `folder` with the right sizes."""
         sizes = {".bin": self.tokens * ID.itemsize, ".idx": self.documents * OFFSET.itemsize}
         paths = {folder / f"{self.name}{suffix}": size for suffix, size in sizes.items()}
         return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
@@ -69,7 +69,7 @@ class SplitInfo:
 
     @classmethod
     def of(cls, shards: Sequence[ShardInfo]) -> SplitInfo:
-        """The split that these shards make."""
+        """The split that consists of these shards."""
         return cls(sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards), list(shards))
 
 
@@ -83,8 +83,8 @@ class Manifest:
     blank_id: int
     tokenizer: str  # fingerprint of the tokenizer that made the ids
     splits: dict[str, SplitInfo]
-    dropped: dict[str, dict[str, int]] = field(default_factory=dict)  # documents left out: {source: {reason: count}}
-    examples: list[dict[str, str]] = field(default_factory=list)  # of what was left out: source, where, reason, detail
+    dropped: dict[str, dict[str, int]] = field(default_factory=dict)  # documents omitted: {source: {reason: count}}
+    examples: list[dict[str, str]] = field(default_factory=list)  # of omitted documents: source, where, reason, detail
     contamination: dict[str, Any] = field(default_factory=dict)  # {benchmark: {items, indexed, ..., by source}}
     version: int = FORMAT_VERSION
 
@@ -126,7 +126,7 @@ def generator_settings(folder: Path, section: str, version: int) -> dict[str, An
 
 
 def shard_lines(manifest: Manifest) -> list[str]:
-    """What a manifest says: tokens of every split and source, what was dropped and why, what was kept out."""
+    """A summary of a manifest: tokens of every split and source, what was dropped and why, what was kept out."""
     lines = []
     for name, split in manifest.splits.items():
         lines.append(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
@@ -196,7 +196,7 @@ class ShardWriter:
 
 
 class Documents:
-    """The documents of one split, in the order of its shards, left on disk until they are asked for."""
+    """The documents of one split, in the order of its shards, read from disk lazily."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
         info = manifest.splits.get(split)

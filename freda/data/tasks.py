@@ -39,11 +39,11 @@ SAMPLE = (32, 200_000)  # documents and characters of each source on which the e
 
 
 class Task(NamedTuple):
-    """A piece of work: go on with a part of a source."""
+    """A piece of work: continue a part of a source."""
 
     source: str
     part: int
-    wave: int  # a source that needs more goes on in waves; all tasks of a wave are independent
+    wave: int  # a source that needs more continues in waves; all tasks of a wave are independent
     epoch: int
     skip: int  # records of the part that earlier waves of this epoch have read
     want: int  # training tokens to write; 0 writes all there is
@@ -51,7 +51,7 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its files are called."""
+        """The stem of the files that the task writes."""
         return f"{self.source}-{self.part:05d}" + (f"-{self.wave}" if self.wave else "")
 
 
@@ -62,11 +62,11 @@ class Outcome:
     key: str
     read: int  # records of the part that are used up, earlier waves included
     exhausted: bool  # there are no more
-    shards: dict[str, ShardInfo]  # by split; empty ones are left out
+    shards: dict[str, ShardInfo]  # by split, empty ones omitted
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
     examples: list[dict[str, str]] = field(default_factory=list)
     contaminated: dict[str, dict[str, Any]] = field(default_factory=dict)  # {benchmark: {documents, items}}
-    least_draw: float = 1.0  # the document that would be held out first is held out by a larger share than this
+    least_draw: float = 1.0  # any validation_share above this holds out a document
 
     @property
     def tokens(self) -> int:
@@ -113,7 +113,7 @@ def _amount(source: Source) -> dict[str, int]:
 
 
 def task_keys(file: PrepareFile, root: Path, tokenizer: Tokenizer) -> Mapping[str, str]:
-    """For every source, the hash of all that its tasks depend on but their place in the work."""
+    """For every source, a hash of everything its tasks depend on except their place in the work."""
     whole = description(file, root)
     vocabulary = [tokenizer.fingerprint, tokenizer.eos_id]
     kept_out = {name: stamps(source) for name, source in sources_of(file, file.benchmark, root).items()}
@@ -158,7 +158,7 @@ def benchmark_texts(benchmarks: Mapping[str, Source]) -> Iterator[tuple[str, str
     for name, benchmark in benchmarks.items():
         for record in read(benchmark):
             if isinstance(record, Broken):  # a benchmark that is not read in full would let its texts through
-                raise FredaError(f"benchmark.{name}: {record.where}: {record.reason} ({record.detail}); mend the file")
+                raise FredaError(f"benchmark.{name}: {record.where}: {record.reason} ({record.detail}); fix the file")
             yield name, record.text
 
 
@@ -185,7 +185,7 @@ class Worker:
         self.keys = task_keys(file, root, tokenizer)
 
     def key(self, task: Task) -> str:
-        """Names what the task will write."""
+        """A hash of everything that determines what the task will write."""
         return hashlib.sha256(json.dumps([self.keys[task.source], *task]).encode()).hexdigest()
 
     def done(self, task: Task) -> Outcome | None:
@@ -201,14 +201,14 @@ class Worker:
         if found is not None:
             return found
         try:
-            self._record(task).unlink(missing_ok=True)  # it speaks of shards that are about to change
+            self._record(task).unlink(missing_ok=True)  # it describes shards that are about to change
             self._record(task).with_suffix(".begun").touch()
             outcome = self._write(task)
             outcome.write(self._record(task))
         except OSError as error:
             raise FredaError(
                 f"{task.name}: {error.strerror or error}: {error.filename or self.out}; what is finished is kept: "
-                "mend it and run freda prepare again"
+                "fix this and run freda prepare again"
             ) from error
         return outcome
 
@@ -243,7 +243,7 @@ class Worker:
 
 
 class Tally:
-    """Decides about the records of a part of a source and counts what it drops."""
+    """Decides what happens to each record of a part of a source, and counts what is dropped."""
 
     def __init__(self, tools: Tools, settings: PrepareConfig, source: str, part: int, held: float = 0.0) -> None:
         self._tools, self._settings, self._source, self._part = tools, settings, source, part
@@ -291,7 +291,7 @@ class Tally:
         return ids
 
     def _objection(self, text: str) -> tuple[str, str] | None:
-        """Why a text must not be written, in few words and in more; None if it may."""
+        """Why a text must not be written: the reason and details; None if it may be written."""
         if not text or text.isspace():
             return "empty", ""
         if len(text) > self._settings.longest:
@@ -301,7 +301,7 @@ class Tally:
         return self._contaminated(text)
 
     def _own_ids(self, document: Document, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Ids from elsewhere without the EOS that closes them: the writer adds its own."""
+        """Ids that another program made, without the EOS that closes them: the writer adds its own."""
         tokenizer = self._tools.tokenizer
         if len(ids) and int(ids.max()) >= tokenizer.blank_id:
             raise FredaError(f"{document.where} holds id {ids.max()}, the tokenizer ends at {tokenizer.blank_id - 1}")
@@ -323,16 +323,16 @@ class Tally:
             self._examples.append(example)
 
     def check_broken(self) -> None:
-        """Too many unreadable records mean wrong settings: better said than counted."""
+        """Stop if too many records cannot be read, which means that settings are wrong."""
         first = self._first_broken
         if first and self._seen >= JUDGED_FROM and self._broken > self._settings.broken_share * self._seen:
             raise FredaError(
                 f"source.{self._source}: {self._broken} of {self._seen} records cannot be read, first {first.where}: "
-                f"{first.reason} ({first.detail[:200]}); mend it, or raise prepare.broken_share"
+                f"{first.reason} ({first.detail[:200]}); fix them, or raise prepare.broken_share"
             )
 
     def results(self) -> dict[str, Any]:
-        """The fields of the outcome."""
+        """The fields of `Outcome` that are counted here."""
         hits = {name: {**found, "items": sorted(found["items"])} for name, found in sorted(self._hits.items())}
         dropped = dict(sorted(self._dropped.items()))
         return {"dropped": dropped, "examples": self._examples, "contaminated": hits, "least_draw": self._least_draw}
