@@ -187,6 +187,30 @@ def test_token_files_of_datatrove(tmp_path: Path, width: int) -> None:
         list(read(Source(DocumentsConfig(kind="datatrove", path="."), tmp_path)))
 
 
+def test_damaged_token_files_of_datatrove(tmp_path: Path) -> None:
+    source = Source(DocumentsConfig(kind="datatrove", path="."), tmp_path)
+    np.array([1, 2**32 - 1, 9], "<u4").tofile(tmp_path / "a.ds")
+    np.array([3], "<u8").tofile(tmp_path / "a.ds.index")
+    assert [int(record.ids.max()) for record in read(source)] == [2**31 - 1], "never negative"  # type: ignore[union-attr]
+    for ends in ([2, 1, 3], [2, 2, 3]):
+        np.array(ends, "<u8").tofile(tmp_path / "a.ds.index")
+        with pytest.raises(FredaError, match="do not increase"):
+            list(read(source))
+
+
+def test_what_is_no_plain_file_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "a.jsonl")
+    (tmp_path / "folder" / "b.jsonl").write_bytes(json_lines(["b"]))
+    assert texts(DocumentsConfig(path="folder"), tmp_path) == ["b"]
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        link = tarfile.TarInfo("a.jsonl")
+        link.type, link.linkname = tarfile.LNKTYPE, "nowhere"
+        archive.addfile(link)
+    with pytest.raises(FredaError, match=r"a\.jsonl is a link to nothing"):
+        texts(DocumentsConfig(path="a.tar"), tmp_path)
+
+
 def test_hugging_face_datasets(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     for number in range(3):

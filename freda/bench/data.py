@@ -1,4 +1,4 @@
-"""`freda bench data`: how fast documents become shards, beside the tokenizer libraries alone, on the same text.
+"""`freda bench data`: how fast documents become shards, compared with the tokenizer libraries alone on the same text.
 
 Everything runs on one core. The end-to-end runs are what `freda prepare` does with one task: read JSON lines, clean,
 decontaminate, encode, write, hash; each in a process of its own, so that its peak memory is its own.
@@ -27,11 +27,11 @@ from freda.data.prepare import named_tokenizer
 from freda.data.tasks import WORK, Task, Worker, benchmark_texts
 from freda.errors import require
 
-REPEATS = 3  # of every measurement; the best counts, the others were disturbed
+REPEATS = 3  # of every measurement; the fastest counts, the others were disturbed
 
 
 def bench_data(file: PrepareFile, root: Path, megabytes: float) -> dict[str, Any]:
-    """Measure everything on the first `megabytes` of the config's sources, taken in turn."""
+    """Measure everything on the first `megabytes` of the sources, taken in turn."""
     require(bool(file.prepare.tokenizer), "prepare.tokenizer is empty; name the tokenizer to measure with")
     require(bool(file.source), "the config names no source; give one with [source.NAME] sections")
     os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library would take all cores
@@ -79,7 +79,7 @@ def _texts(sources: Sequence[Source], megabytes: float) -> list[str]:
 
 
 def _amount(encoder: Encoder, texts: Sequence[str]) -> tuple[int, float]:
-    """Tokens and megabytes."""
+    """How many tokens and megabytes some texts have."""
     return sum(len(encoder.encode(text)) for text in texts), sum(len(text.encode()) for text in texts) / 1e6
 
 
@@ -131,13 +131,15 @@ def _run_task(file: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
     seconds = []
     for number in range(REPEATS):
         begun = time.perf_counter()
-        worker.run(Task("texts", part=0, wave=number, epoch=0, skip=0, want=0))  # another wave, or it would be done
+        worker.run(
+            Task("texts", part=0, wave=number, epoch=0, skip=0, want=0)
+        )  # a new wave, or it would be done already
         seconds.append(time.perf_counter() - begun)
     return min(seconds), _peak_memory()
 
 
 def _peak_memory() -> float:
-    """Of this process, in MB. Linux hands ru_maxrss on from parent to child, so it is the last resort."""
+    """Peak memory of this process in MB. A child inherits ru_maxrss on Linux, so that is the last resort."""
     status = Path("/proc/self/status")
     if status.is_file():
         peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))

@@ -209,7 +209,7 @@ def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
         raise FredaError(f"{file} has no {index.name} beside it; copy both")
     width = 4
     if metadata.is_file():
-        first = metadata.read_text(encoding="utf-8").split("\n")[0]
+        first = metadata.read_text(encoding="utf-8", errors="replace").split("\n")[0]
         width = int(first.rpartition("|")[2]) if first.rpartition("|")[2] in ("2", "4") else 4
     if file.path.stat().st_size % width:
         raise FredaError(f"{file} has {file.path.stat().st_size} bytes, no multiple of {width}; copy it again")
@@ -217,10 +217,14 @@ def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     ends = np.fromfile(index, "<u8").astype(np.int64)
     if len(ends) and ends[-1] != len(ids):
         raise FredaError(f"{file} has {len(ids)} tokens, its index ends at {ends[-1]}; copy both again")
+    if (np.diff(ends, prepend=0) <= 0).any():
+        raise FredaError(f"the ends of documents in {index} do not increase; copy both again")
 
     def parse(number: int) -> Record:
         begin = int(ends[number - 1]) if number else 0
-        own = ids[begin : int(ends[number])].astype(np.int32)
+        own = (
+            ids[begin : int(ends[number])].clip(max=np.iinfo(np.int32).max).astype(np.int32)
+        )  # too large for any table
         return Document(f"{file}:{number + 1}", "", own, size=width * len(own))
 
     for number in range(len(ends)):

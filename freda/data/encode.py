@@ -214,8 +214,8 @@ def _check_merges(model: Mapping[str, Any]) -> None:
     They do if the list is in the order of the ids, and no text of a token ends as two tokens. Proof: between two cuts
     of a longer text, merges happen in the order they would in that stretch alone. So where two neighbours spell a
     token, they are the pair that its own text is reduced to, one pair per token, and that pair is in the list, or the
-    text would stay split: both rules choose among the same pairs, in the same order. It holds for one pair per token (Qwen, GPT-2, whatever
-    `tokenizers` trains) and for all that spell it (Llama 3).
+    text would stay split: both rules choose among the same pairs, in the same order. This holds for lists with one pair
+    per token (Qwen, GPT-2, whatever `tokenizers` trains) and with all pairs that spell it (Llama 3).
 
     tiktoken looks up a whole piece of text first. `ignore_merges` does the same; 588 tokens of Llama 3 exist only that
     way, their merges leaving three parts or more. Without `ignore_merges`, merges must make every token.

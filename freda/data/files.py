@@ -81,7 +81,8 @@ def _walk(base: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(base, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
         names[:] = [] if real in seen else [name for name in names if not _hidden(name)]  # a link may lead back
-        yield from (Path(folder, name) for name in files if real not in seen and not _hidden(name))
+        paths = (Path(folder, name) for name in files if real not in seen and not _hidden(name))
+        yield from (path for path in paths if path.is_file() or not path.exists())  # no pipes or devices
         seen.add(real)
 
 
@@ -122,7 +123,10 @@ def told_if_cut_short(file: object) -> Iterator[None]:
 def open_file(file: File) -> Iterator[IO[bytes]]:
     """The decompressed bytes of a file."""
     archive = _archive(file.path) if file.member else None
-    opened = archive.extractfile(archive.getmembers()[file.number]) if archive else open(file.path, "rb")  # noqa: SIM115
+    try:
+        opened = archive.extractfile(archive.getmembers()[file.number]) if archive else file.path.open("rb")
+    except (KeyError, RecursionError):
+        raise FredaError(f"{file} is a link to nothing; remove it from the archive, or exclude it with files") from None
     assert opened is not None, "only plain members are listed"
     with opened as stream, _unpacked(stream, file.name) as unpacked:
         yield unpacked

@@ -108,8 +108,10 @@ class Manifest:
                     split: SplitInfo(**{**info, "shards": [ShardInfo(**shard) for shard in info["shards"]]})
                     for split, info in values["splits"].items()
                 }
+                if type(values["align"]) is not int or values["align"] < 1:
+                    raise ValueError(f"align is {values['align']!r}")
                 return cls(**{**values, "splits": splits})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FredaError(f"{path} is damaged ({error}); {START_ANEW}") from None
         raise FredaError(f"{path} has format version {version}, this freda reads {FORMAT_VERSION}; {START_ANEW}")
 

@@ -1,11 +1,11 @@
 """Word problems with worked solutions: a corpus that needs no download, and its exact-match grader.
 
-A problem is a chain of additions and subtractions told as a little story. What is computed (`Sum`) and how it is told
-are drawn apart: a sum belongs to one split for ever, by a hash of its key, so a model that answers held-out problems
-has learnt to calculate and not by heart. Sums that differ only in the order of their parts share a key, or 5 + 12 in
-the training split would give away 12 + 5 in the test split.
+A problem is a chain of additions and subtractions told as a little story. What is computed (`Sum`) and how it is worded
+are drawn separately: a sum always belongs to the same split, by a hash of its key, so a model that answers held-out
+problems has learned to calculate, not memorized. Sums that differ only in the order of their parts share a key, or
+5 + 12 in the training split would give away 12 + 5 in the test split.
 
-Unless `varied` is false, a question has several right solutions that differ in wording and in the order of the
+Unless `varied` is false, a question has several correct solutions that differ in wording and in the order of the
 summands. Drafts made in parallel can then mix two of them.
 
 All numbers lie in 2..max_number, results included.
@@ -28,8 +28,8 @@ Split = Literal["train", "validation", "test"]
 
 SECTION = "corpus"  # of the prepare file, and of the manifest of shards made from it
 VERSION = 1  # of the texts: the same seed gives the same texts as long as this stays; the order of words counts
-LEAST = 2  # smallest number: "finds 1 more" would want other words
-PATIENCE = 10_000  # draws without success after which there is nothing (new) to find
+LEAST = 2  # smallest number: "1 shells" would need other words
+PATIENCE = 10_000  # unsuccessful draws in a row after which there is nothing (new) to find
 
 
 class Person(NamedTuple):
@@ -86,7 +86,7 @@ WORKED_SUBTRACTIONS = (
     "That leaves {equation}.",
 )
 ANSWER = "The answer is"
-# At most 15 digits, with or without commas between thousands; no decimals, no letters, nothing that goes on.
+# At most 15 digits, with or without commas between thousands; no decimals, and no letters after it.
 WHOLE_NUMBER = re.compile(r"\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}))(?![.,]?\w)")
 
 
@@ -94,7 +94,7 @@ WHOLE_NUMBER = re.compile(r"\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}))(
 
 
 class Sum(NamedTuple):
-    """A start and signed changes; every total on the way is in range."""
+    """A start and signed changes; all totals on the way are in range."""
 
     start: int
     changes: tuple[int, ...]
@@ -108,7 +108,7 @@ class Sum(NamedTuple):
 
     @property
     def carries(self) -> bool:
-        """Does any step carry or borrow from one digit to the next?"""
+        """Whether any step carries or borrows from one digit to the next."""
         total = self.start
         for change in self.changes:
             before, total = total, total + change
@@ -120,7 +120,7 @@ class Sum(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A question, one of its right solutions, and the number that is graded."""
+    """A question, one of its correct solutions, and the number that is graded."""
 
     question: str
     solution: str
@@ -129,12 +129,12 @@ class Problem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """What a model is given."""
+        """The text that a model continues."""
         return f"Q: {self.question}\nA:"
 
     @property
     def document(self) -> str:
-        """What a model is trained on."""
+        """The text that a model is trained on."""
         return f"{self.prompt} {self.solution}"
 
 
@@ -149,7 +149,7 @@ def problems_of(config: CorpusConfig, split: Split) -> Iterator[Problem]:
     Held-out questions come once each, as long as there are new ones: a repeated question measures nothing. Training
     questions may be repeated, often with another solution, which is how a model learns that there are several.
     """
-    rng = random.Random(f"{split} {config.seed}")  # of a string: the same in every process, unlike of a tuple
+    rng = random.Random(f"{split} {config.seed}")  # seeded by a string: the same in every process, unlike by a tuple
     asked: set[str] = set()
     repeats = 0
     while True:
@@ -173,7 +173,7 @@ def split_of(key: str) -> Split:
 
 
 def _draw_sum(rng: random.Random, config: CorpusConfig, split: Split) -> Sum:
-    """A sum of the split."""
+    """Draw a sum of the split."""
     for _ in range(PATIENCE):
         start = total = between(rng, LEAST, config.max_number)
         changes = []
@@ -190,7 +190,7 @@ def _draw_sum(rng: random.Random, config: CorpusConfig, split: Split) -> Sum:
 
 
 def _draw_change(rng: random.Random, total: int, max_number: int, max_change: int) -> int:
-    """A signed change that keeps the total in range; the sign is a coin toss where both are possible."""
+    """Draw a signed change that keeps the total in range; the sign is a coin toss where both are possible."""
     can_add, can_take = total + LEAST <= max_number, total - LEAST >= LEAST
     heads = rng.random() < 0.5  # tossed in any case: the texts of VERSION 1 depend on it
     if can_add and (heads or not can_take):
@@ -203,12 +203,12 @@ def _digit_sum(number: int) -> int:
 
 
 def between(rng: random.Random, least: int, most: int) -> int:
-    """A whole number, both ends included. Only `random()` is promised to be the same in every version of Python."""
+    """Draw a whole number from a closed range. Only `random()` is the same in every version of Python."""
     return least + int(rng.random() * (most - least + 1))
 
 
 def pick(rng: random.Random, options: Sequence[T]) -> T:
-    """One of these."""
+    """Draw one of the options."""
     return options[between(rng, 0, len(options) - 1)]
 
 
@@ -235,7 +235,7 @@ def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
 
 
 def _equation(total: int, change: int, *, swap: bool) -> str:
-    """One step; summands can be swapped."""
+    """The equation of one step, with its summands swapped if wanted."""
     if change < 0:
         return f"{total} - {-change} = {total + change}"
     left, right = (change, total) if swap else (total, change)
@@ -246,12 +246,12 @@ def _equation(total: int, change: int, *, swap: bool) -> str:
 
 
 def final_answer(text: str) -> int | None:
-    """The whole number behind the last `The answer is`, if there is one."""
+    """The whole number after the last `The answer is`, if there is one."""
     _, found, rest = text.rpartition(ANSWER)
     number = WHOLE_NUMBER.match(rest) if found else None
     return int(number[1].replace(",", "")) if number else None
 
 
 def grade(problem: Problem, text: str) -> bool:
-    """Does the text end in the right answer?"""
+    """Whether the last answer in the text is correct."""
     return final_answer(text) == problem.answer

@@ -47,7 +47,10 @@ class Tokenizer:
         self.blank_id = self._blank_id()
         self.size = self.blank_id + 1
         self.eos_id = self._named_id("eos_token", token_text(settings.get("eos_token")))
-        stops = [self._named_id("stop_tokens", text) for text in settings.get("stop_tokens", ())]
+        texts = settings.get("stop_tokens", ())
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise FredaError(f"stop_tokens of tokenizer_config.json is {texts!r}; make it a list of tokens")
+        stops = [self._named_id("stop_tokens", text) for text in texts]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *stops]))
 
     @classmethod
