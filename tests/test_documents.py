@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import sys
 import tarfile
 from collections.abc import Callable

@@ -27,6 +27,7 @@ from freda.data.files import File, find, open_file, told_if_cut_short
 from freda.data.generators import GENERATORS
 from freda.errors import FredaError, missing_package
 
+MOST_ID = np.iinfo(np.int32).max  # larger ids, which no tokenizer has, become this one and are refused
 LONGEST_LINE = 1 << 28  # bytes; a file without line breaks must not fill the memory
 
 
