@@ -77,9 +77,10 @@ def prepare(
     data: Annotated[Path, typer.Option(help="Folder that relative paths in the config start from.")] = Path(),
     workers: Annotated[int, typer.Option(help="Processes; 0 takes one per core.")] = 0,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be done and how long it takes.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the shards of another corpus in OUT.")] = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Turn documents into token shards; started again, it goes on where it was."""
+    """Turn documents into token shards; started again after an interruption, it resumes."""
     from freda.data.config import load_prepare
     from freda.data.estimate import plan_lines
     from freda.data.prepare import prepare as write_shards
@@ -92,9 +93,9 @@ def prepare(
         print("\n".join(plan_lines(resolved, data, processes)))
         return
     try:
-        manifest = write_shards(resolved, out, root=data, workers=processes, note=note)
+        manifest = write_shards(resolved, out, root=data, workers=processes, replace_other=replace, note=note)
     except KeyboardInterrupt:
-        note("interrupted; the same command goes on with it")
+        note("interrupted; the same command resumes it")
         raise typer.Exit(130) from None
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(shard_lines(manifest)))

@@ -1,35 +1,39 @@
-"""The mini suite: mathematics, code and logic of adjustable difficulty, without end and without a download.
+"""The mini suite: mathematics, code and logic of adjustable difficulty, in any amount and without a download.
 
-What an item is about (its content: a calculation, a function, a little world) and how it is told are drawn apart. A
-content belongs to one split for ever, by a hash of its key, so that no training document has the content of a test
-question, in no wording. Item n of a split is a function of (kind, split, seed, n) alone: parts of the stream cost
-nothing to leave out.
+What an item is about (its content: a calculation, a function, a little world) and how it is worded are drawn
+separately. A content always belongs to the same split, by a hash of its key, so that no training document has the
+content of a test question in any wording. Item n of a split is a function of (kind, split, seed, n) alone: any part of
+the stream can be skipped at no cost.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from freda.data import mini_code, mini_logic, mini_math
 from freda.data.config import MiniConfig
 from freda.data.mini_item import Item
+from freda.data.shards import generator_settings
 from freda.data.synthetic import PATIENCE, Split, split_of
 from freda.errors import FredaError
 
+SECTION = "mini"  # of the prepare file, and of the manifest of shards made from it
 VERSION = 10  # of the texts: the same seed gives the same texts as long as this stays
+OPTIONS = "\nA. "  # marks a question with answers to choose from
 MiniKind = Literal["mini_math", "mini_code", "mini_logic"]
 
 
 class Contents(Protocol):
-    """The names of a kind's module. A content has a `key`: two that mean the same have the same."""
+    """The functions of a kind's module. A content has a `key`; contents that mean the same have the same key."""
 
     def draw(self, rng: random.Random, config: MiniConfig) -> Any:
-        """A content of any split."""
+        """Draw a content of any split."""
 
     def told(self, content: Any, rng: random.Random, config: MiniConfig) -> Item:
-        """The content in words, with its solution."""
+        """Put the content into words, with its solution."""
 
 
 KINDS: dict[MiniKind, Contents] = {"mini_math": mini_math, "mini_code": mini_code, "mini_logic": mini_logic}
@@ -37,7 +41,7 @@ KINDS: dict[MiniKind, Contents] = {"mini_math": mini_math, "mini_code": mini_cod
 
 def item(kind: MiniKind, config: MiniConfig, split: Split, number: int) -> Item:
     """One item of a split."""
-    rng = random.Random(f"{kind} {split} {config.seed} {number}")  # of a string: the same in every process
+    rng = random.Random(f"{kind} {split} {config.seed} {number}")  # seeded by a string: the same in every process
     for _ in range(PATIENCE):
         content = KINDS[kind].draw(rng, config)
         if split_of(content.key) != split:
@@ -49,7 +53,7 @@ def item(kind: MiniKind, config: MiniConfig, split: Split, number: int) -> Item:
 
 
 def documents(kind: MiniKind, config: MiniConfig, part: int, parts: int) -> Iterator[tuple[Split, int, str]]:
-    """One part of the corpus: split, number and text. What is held out comes first: a budget of tokens may end it."""
+    """One part of the corpus: split, number and text. Held-out ones come first, before a token budget ends it."""
     held_out = config.validation_documents
     for place in range(part, held_out + config.documents, parts):
         split: Split = "validation" if place < held_out else "train"
@@ -58,7 +62,7 @@ def documents(kind: MiniKind, config: MiniConfig, part: int, parts: int) -> Iter
 
 
 def questions(kind: MiniKind, config: MiniConfig, split: Split, count: int) -> list[Item]:
-    """The first items of a split with a content of their own: a question that is asked twice measures nothing."""
+    """The first items of a split with distinct contents: a question that is asked twice measures nothing."""
     found: dict[str, Item] = {}
     repeats = number = 0
     while len(found) < count:
@@ -72,3 +76,37 @@ def questions(kind: MiniKind, config: MiniConfig, split: Split, count: int) -> l
                 "raise the difficulty in [mini] before you prepare the documents"
             )
     return list(found.values())
+
+
+# -- questions to a model that was trained on shards of the suite -----------------------------------------------------
+
+
+def questions_of(kind: MiniKind, folder: Path, count: int) -> list[Item]:
+    """The first test questions, as difficult as the documents in a folder of shards."""
+    return questions(kind, settings_of(folder), "test", count)
+
+
+def held_out(folder: Path) -> list[str]:
+    """The first test question of each kind, as difficult as the documents in a folder of shards."""
+    config = settings_of(folder)
+    return [item(kind, config, "test", 0).prompt for kind in KINDS]
+
+
+def settings_of(folder: Path) -> MiniConfig:
+    """The settings that a folder of shards was generated with; its manifest has them."""
+    return MiniConfig(**generator_settings(folder, SECTION, VERSION))
+
+
+def prompt_of(message: str) -> tuple[str, tuple[str, ...]]:
+    """Turn a typed message into the beginning of a training document, and name the strings that end its answer.
+
+    A message is a word problem unless it has the form of a function, a deduction or a question with options. Documents
+    of deductions go on with further conclusions, so there the answer ends with its sentence.
+    """
+    text = message.strip()
+    stop = (".",) if text.startswith((mini_logic.WALK, mini_logic.FACTS)) else ()
+    if text.startswith(("def ", mini_logic.WALK)) or "\nAnswer:" in text:
+        return text, stop
+    if OPTIONS in text or text.startswith(mini_logic.FACTS):
+        return f"{text}\nAnswer:", stop
+    return f"Q: {text.removeprefix('Q:').removesuffix('A:').strip()}\nA:", stop
