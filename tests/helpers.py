@@ -79,6 +79,11 @@ def answering_model(
     return LoadedModel(network, tokenizer, MethodConfig(name=method), "test")  # type: ignore[arg-type]
 
 
+def write_loaded(folder: Path, loaded: LoadedModel) -> None:
+    """Write a model in memory as a model folder."""
+    save_model(folder, loaded.model, loaded.tokenizer, loaded.method, stage=loaded.stage)
+
+
 def packed_batch(lengths: list[list[int]], seed: int = 0) -> Batch:
     """Rows of documents of the given lengths, padded to the longest row, with random tokens."""
     width = max(sum(row) for row in lengths)
@@ -106,7 +111,7 @@ def write_stand_in(assets: Path) -> Path:
     texts = [mini.item(kind, EASY, "train", number).document for kind in mini.KINDS for number in range(100)]
     made_up = answering_model(texts, 700, seed=3)
     tokenizer = made_up.tokenizer
-    save_model(assets / "mini", made_up.model, tokenizer, made_up.method, stage="test")
+    write_loaded(assets / "mini", made_up)
     (assets / "mini" / "data").mkdir()
     made = {"mini": {"generator": mini.VERSION, **dataclasses.asdict(EASY)}}
     Manifest(made, 16, tokenizer.eos_id, tokenizer.blank_id, tokenizer.fingerprint, {}).write(assets / "mini" / "data")

@@ -465,7 +465,7 @@ def test_sources_that_cannot_be_converted(source: Path, model_folder: Path, tmp_
             convert(path, tmp_path / "target")
 
     refuse_source(tmp_path / "none", "there is no model .*none")
-    with pytest.raises(FredaError, match="keeps its block size"):
+    with pytest.raises(FredaError, match="block_size is 8"):
         convert(model_folder, tmp_path / "target", block_size=8)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     refuse_source(source, r"pickle.*write safetensors with transformers")
