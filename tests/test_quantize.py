@@ -69,14 +69,10 @@ def test_copies_in_other_precisions(folder: Path, tmp_path: Path, capsys: pytest
     (run_folder / "latest").write_text("step-3")
     (run_folder / "checkpoints" / "step-3" / "training.state").write_text("only training needs it")
     whole = load_model(run_folder)
-    for name, dtype in (
-        ("same", None),
-        ("half", "bfloat16"),
-        ("int8", "int8"),
-        ("back", "float32"),
-        ("int8-same", None),
-    ):
-        source = {"back": tmp_path / "half", "int8-same": tmp_path / "int8"}.get(name, run_folder)
+    copies = {"same": None, "half": "bfloat16", "int8": "int8", "back": "float32", "int8-same": None, "wide": "float32"}
+    sources = {"back": tmp_path / "half", "int8-same": tmp_path / "int8", "wide": tmp_path / "int8"}
+    for name, dtype in copies.items():
+        source = sources.get(name, run_folder)
         assert run(["convert", str(source), str(tmp_path / name), *(["--dtype", dtype] if dtype else [])]) == 0
         said = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
         stored = "int8" if "int8" in name else dtype or "float32"
@@ -96,6 +92,8 @@ def test_copies_in_other_precisions(folder: Path, tmp_path: Path, capsys: pytest
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     files = [tmp_path / name / "model.safetensors" for name in ("int8", "int8-same")]
     one, two = (load_file(file) for file in files)
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    assert all(torch.equal(wide[key], weight) for key, weight in unpacked(one, torch.float32).items())
     assert all(torch.equal(one[key], two[key]) for key in one if one[key].dtype == torch.int8)
 
 

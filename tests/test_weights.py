@@ -338,6 +338,9 @@ def test_dtype_is_kept_unless_asked_for(tokenizer: Tokenizer, tmp_path: Path) ->
     assert convert(tmp_path / "source", tmp_path / "wide", dtype="float32")["dtype"] == "float32"
     kept, wide = (load_file(tmp_path / name / "model.safetensors")[EMBEDDING] for name in ("kept", "wide"))
     assert (kept.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert convert(tmp_path / "source", tmp_path / "int8", dtype="int8")["dtype"] == "int8"
+    near = load_model(tmp_path / "int8").model.embed_tokens.weight
+    assert 0 < (near - wide).abs().max() <= wide.abs().max() / 200
     with pytest.raises(FredaError, match="dtype is 'int4'; use one of float32, bfloat16, float16, int8"):
         convert(tmp_path / "source", tmp_path / "other", dtype="int4")
 
@@ -461,7 +464,7 @@ def test_sources_that_cannot_be_converted(source: Path, model_folder: Path, tmp_
             convert(path, tmp_path / "target")
 
     refuse_source(tmp_path / "none", "there is no model .*none")
-    with pytest.raises(FredaError, match="keeps its block size"):
+    with pytest.raises(FredaError, match="block_size is 8"):
         convert(model_folder, tmp_path / "target", block_size=8)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     refuse_source(source, r"pickle.*write safetensors with transformers")

@@ -44,20 +44,18 @@ def convert(
     """
     require(dtype is None or dtype in PRECISIONS, f"dtype is {dtype!r}; use one of {', '.join(PRECISIONS)}")
     cast = DTYPES.get(dtype or "")
-    with written_beside(target, replace) as temporary:
-        if source.suffix == ".gguf" and source.is_file():
-            with located(source):
-                summary = _write_checkpoint(read_gguf(source, cast), temporary, block_size)
+    gguf = source.suffix == ".gguf" and source.is_file()
+    place = source if gguf else resolve_model_folder(source)
+    with written_beside(target, replace) as temporary, located(place):
+        config = {} if gguf else read_json(place / "config.json")
+        own = config.get("freda")
+        if isinstance(own, dict):
+            require(block_size is None, f"block_size is {block_size}, but a freda model keeps its own; omit it")
+            dtype = dtype or own.get("stored_as")
+            summary = _copy(place, config, temporary, cast)
         else:
-            folder = resolve_model_folder(source)
-            with located(folder):
-                config = read_json(folder / "config.json")
-                if "freda" in config:
-                    require(block_size is None, "a freda model keeps its block size; omit --block-size")
-                    dtype = dtype or config["freda"].get("stored_as")
-                    summary = _copy(folder, config, temporary, cast)
-                else:
-                    summary = _write_checkpoint(read_folder(folder, config, cast), temporary, block_size)
+            checkpoint = read_gguf(place, cast) if gguf else read_folder(place, config, cast)
+            summary = _write_checkpoint(checkpoint, temporary, block_size)
         if dtype == INT8:
             summary |= _store_as_int8(temporary)
     return summary

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freda.errors import FredaError, missing_package
+from freda.errors import FredaError, missing_package, require
 from freda.folders.hugging_face import FAMILIES, family_of, model_config
 from freda.folders.sources import Checkpoint
 from freda.model.config import ModelConfig
@@ -61,6 +61,7 @@ GGUF_EMBEDDING, GGUF_HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # stored types that are not quantised
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+INSTEAD = "convert the Hugging Face checkpoint instead"
 SAME_MATRIX = 0.98  # cosine above which two quantised matrices are copies of one
 ROWS_COMPARED = 4096
 
@@ -80,8 +81,7 @@ def read_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     reader = _open(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    if "tokenizer.ggml.tokens" not in fields:
-        raise FredaError("the file has no tokenizer; convert the Hugging Face checkpoint instead")
+    require("tokenizer.ggml.tokens" in fields, f"the file has no tokenizer; {INSTEAD}")
     dtype = dtype or _float_type(stored)
     notes = [*_dequantisation(stored, dtype), *_tie_copies(stored)]
     config = _config(fields, stored)
@@ -101,9 +101,7 @@ def _open(path: Path) -> Any:
         raise FredaError(f"not a whole GGUF file ({error}); download it again") from None
     parts = reader.fields.get("split.count")
     if parts is not None and parts.contents() > 1:
-        raise FredaError(
-            "one part of a split model; join the parts first: llama-gguf-split --merge FIRST_PART OUT.gguf"
-        )
+        raise FredaError("one part of a split model; join all parts: llama-gguf-split --merge FIRST_PART OUT.gguf")
     return reader
 
 
@@ -135,7 +133,7 @@ def _llama3_scaling(config: ModelConfig, factors: Tensor) -> dict[str, Any]:
     plain = rotary_frequencies(config)
     scaled = rotary_frequencies(ModelConfig(**{**vars(config), "rope_scaling": scaling}))
     if factors.shape != plain.shape or not torch.allclose(plain / scaled, factors, rtol=1e-3):
-        raise FredaError(f"{ROPE_FACTORS} is not the scaling of Llama 3; convert the Hugging Face checkpoint instead")
+        raise FredaError(f"{ROPE_FACTORS} is not the scaling of Llama 3; {INSTEAD}")
     return scaling
 
 
@@ -213,11 +211,9 @@ def _tie_copies(stored: dict[str, Any]) -> list[str]:
 
 def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of tokenizer_config.json that the metadata has."""
-    settings = {"chat_template": fields.get("tokenizer.chat_template")}
     bos = fields.get("tokenizer.ggml.bos_token_id")
-    if bos is not None:
-        settings["bos_token"] = fields["tokenizer.ggml.tokens"][bos]
-    return settings
+    bos_token = None if bos is None else fields["tokenizer.ggml.tokens"][bos]
+    return {"chat_template": fields.get("tokenizer.chat_template"), "bos_token": bos_token}
 
 
 def _stops(fields: Mapping[str, Any]) -> list[int | str]:
@@ -233,10 +229,7 @@ def _tokenizer_json(fields: Mapping[str, Any]) -> str:
     kind, split = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind != "gpt2" or split not in SPLITS:
         known = ", ".join(f"gpt2/{name}" for name in SPLITS)
-        raise FredaError(
-            f"the tokenizer {kind}/{split} of a GGUF file is not supported (supported: {known}); "
-            "convert the Hugging Face checkpoint instead"
-        )
+        raise FredaError(f"the tokenizer {kind}/{split} of a GGUF file is not supported (only {known}); {INSTEAD}")
     tokens = fields["tokenizer.ggml.tokens"]
     types = fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     used = max((index + 1 for index, type_ in enumerate(types) if type_ != UNUSED), default=0)  # fill of the table
@@ -245,12 +238,9 @@ def _tokenizer_json(fields: Mapping[str, Any]) -> str:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
     if split == "qwen2":
         tokenizer.normalizer = tokenizers.normalizers.NFC()
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLITS[split]), behavior="isolated"),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    splits = tokenizers.pre_tokenizers
+    words = splits.Split(tokenizers.Regex(SPLITS[split]), behavior="isolated")
+    tokenizer.pre_tokenizer = splits.Sequence([words, splits.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     for special, type_ in ((True, CONTROL), (False, USER_DEFINED)):
         added = [token for token, kind in zip(tokens[:used], types, strict=False) if kind == type_]
