@@ -155,7 +155,7 @@ def test_the_shipped_model_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "mini"]) == 0
     assert "a scorer among them, stored as int8" in capsys.readouterr().out
     loaded = load_model(Path("mini"))
-    assert loaded.method.name == "best-of-n" and loaded.backbone.scorer is not None
+    assert loaded.method.name == "best-of-n" and loaded.scorer is not None
 
 
 def test_the_shipped_model_says_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:

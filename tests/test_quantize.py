@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from freda.methods.config import MethodConfig
 from safetensors.torch import load_file
 
 from freda.cli import run
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
-from freda.folders.model_folder import SCORER_FILE, load_model, save_model
+from freda.folders.model_folder import SCORER_FILE, LoadedModel, load_model, save_model
 from freda.folders.quantize import SCALE, packed, unpacked
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
+from tests.helpers import method
 
 
 def test_weights_are_off_by_half_a_step_at_most() -> None:
@@ -41,9 +42,9 @@ def folder(tmp_path: Path) -> Path:
     shape = ModelConfig(vocab_size=tokenizer.size, dim=64, layers=2, heads=2, kv_heads=2, head_dim=32, ffn_dim=128)
     model = Transformer(shape, tokenizer.blank_id)
     model.init_weights(0)
-    model.scorer = Scorer(shape)
-    model.scorer.init_weights(0, model)
-    save_model(tmp_path / "model", model, tokenizer, MethodConfig(name="best-of-n"), stage="test")
+    scorer = Scorer(shape)
+    scorer.init_weights(0, model)
+    save_model(tmp_path / "model", LoadedModel(Parts(model, scorer), tokenizer, method("best-of-n"), "test"))
     return tmp_path / "model"
 
 
@@ -52,12 +53,12 @@ def test_a_model_folder_as_int8(folder: Path, tmp_path: Path, capsys: pytest.Cap
     sizes = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
     assert int(sizes["bytes_after"]) < 0.3 * int(sizes["bytes_before"])
     whole, small = load_model(folder), load_model(tmp_path / "small")
-    assert small.method == whole.method and small.stage == whole.stage and small.model.scorer is not None
+    assert small.method == whole.method and small.stage == whole.stage and small.scorer is not None
     stored = load_file(tmp_path / "small" / "model.safetensors")
     assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
-    for (name, one), (_, two) in zip(whole.model.state_dict().items(), small.model.state_dict().items(), strict=True):
+    for (name, one), (_, two) in zip(whole.parts.state_dict().items(), small.parts.state_dict().items(), strict=True):
         assert two.dtype == torch.float32 and (one - two).abs().max() <= one.abs().max() / 200, name
-    assert load_model(tmp_path / "small", dtype=torch.bfloat16).model.embed_tokens.weight.dtype == torch.bfloat16
+    assert load_model(tmp_path / "small", dtype=torch.bfloat16).backbone.embed_tokens.weight.dtype == torch.bfloat16
     assert run(["generate", str(tmp_path / "small"), "one two", "--max-new-tokens", "4", "--json"]) == 0
     assert run(["convert", str(folder), str(tmp_path / "x"), "--int8", "--dtype", "float16"]) == 2
 
@@ -79,7 +80,7 @@ def test_copies_in_other_precisions(folder: Path, tmp_path: Path, capsys: pytest
         assert (said["dtype"], said["method"], said["stage"]) == (stored, "best-of-n", "test")
         copy = load_model(tmp_path / name)
         assert copy.method == whole.method and copy.tokenizer.fingerprint == whole.tokenizer.fingerprint
-        state, expected = copy.model.state_dict(), whole.model.state_dict()
+        state, expected = copy.parts.state_dict(), whole.parts.state_dict()
         assert state.keys() == expected.keys() and int(said["parameters"]) == sum(t.numel() for t in expected.values())
         if name == "same":
             assert all(torch.equal(state[key], expected[key]) for key in expected)

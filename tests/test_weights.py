@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from freda.methods.config import MethodConfig
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -27,12 +26,14 @@ from freda.files import PART, beside, written_beside
 from freda.folders.convert import convert
 from freda.folders.gguf import SPLITS, _tie_copies
 from freda.folders.hugging_face import EMBEDDING, HEAD
-from freda.folders.model_folder import load_model, save_model
+from freda.folders.model_folder import LoadedModel, load_model, save_model
 from freda.folders.resolve import resolve_model_folder
 from freda.model import masks
 from freda.model.attention import make_mask
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
+from tests.helpers import method
 
 TOLERANCE = 1e-4
 LENGTH = 40
@@ -45,7 +46,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-METHOD = MethodConfig(name="self-refine", block_size=3, passes=5, feedback="hard", rescale=True, committed_hard=True)
+METHOD = method("self-refine", block_size=3, feedback="hard", rescale=True, committed_hard=True)
 
 TRANSFORMERS_CASES = {
     "qwen3-tied": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
@@ -80,7 +81,7 @@ def quiet_transformers() -> None:
 @pytest.fixture(scope="module")
 def saved_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "model"
-    save_model(folder, own_model(tokenizer), tokenizer, METHOD, stage="I")
+    save_model(folder, as_loaded(own_model(tokenizer), tokenizer))
     return folder
 
 
@@ -115,6 +116,10 @@ def own_model(tokenizer: Tokenizer, **changes: Any) -> Transformer:
     model = Transformer(ModelConfig(vocab_size=tokenizer.size, **values), tokenizer.blank_id)
     randomise(model)
     return model
+
+
+def as_loaded(model: Transformer, tokenizer: Tokenizer, stage: str = "I") -> LoadedModel:
+    return LoadedModel(Parts(model), tokenizer, METHOD, stage)
 
 
 def write_hf(
@@ -197,7 +202,7 @@ def test_transformers_reads_our_folder(case: str, tokenizer: Tokenizer, tmp_path
     import transformers
 
     model = own_model(tokenizer, **OWN_CASES[case])
-    save_model(tmp_path / "model", model, tokenizer, METHOD, stage="I")
+    save_model(tmp_path / "model", as_loaded(model, tokenizer))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(theirs).__name__ == case.split("-")[0]
     assert theirs.generation_config.eos_token_id == [tokenizer.eos_id]
@@ -213,19 +218,19 @@ def test_config_of_transformers_4_is_read_alike(case: str, tokenizer: Tokenizer,
     scaling = rope if rope["rope_type"] == "llama3" else None
     edit_json(source / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
     convert(source, tmp_path / "target")
-    loaded = load_model(tmp_path / "target").model
+    loaded = load_model(tmp_path / "target").backbone
     assert_same_logits(loaded, theirs, tokenizer)
     edit_json(source / "config.json", rope_theta=theta * 100, rope_scaling=None)  # the keys are what is read
     convert(source, tmp_path / "other")
     ids = some_ids(tokenizer)
-    assert (own_logits(load_model(tmp_path / "other").model, ids) - own_logits(loaded, ids)).abs().max() > 0.01
+    assert (own_logits(load_model(tmp_path / "other").backbone, ids) - own_logits(loaded, ids)).abs().max() > 0.01
 
 
 def test_head_dim_defaults_to_the_width_over_the_heads(tokenizer: Tokenizer, tmp_path: Path) -> None:
     theirs = write_hf(tmp_path / "source", tokenizer, "qwen2-tied", rows=tokenizer.size)
     edit_json(tmp_path / "source" / "config.json", head_dim=None)
     convert(tmp_path / "source", tmp_path / "target")
-    assert_same_logits(load_model(tmp_path / "target").model, theirs, tokenizer)
+    assert_same_logits(load_model(tmp_path / "target").backbone, theirs, tokenizer)
 
 
 def test_sharded_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -233,7 +238,7 @@ def test_sharded_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
     theirs = write_hf(source, tokenizer, "qwen3-untied", rows=tokenizer.size, max_shard_size="40KB")
     assert len(list(source.glob("model-*.safetensors"))) > 1
     convert(source, tmp_path / "target")
-    assert_same_logits(load_model(tmp_path / "target").model, theirs, tokenizer)
+    assert_same_logits(load_model(tmp_path / "target").backbone, theirs, tokenizer)
     next(source.glob("model-00002*")).unlink()
     with pytest.raises(FredaError, match=r"half-written: model-00002.* is missing"):
         convert(source, tmp_path / "other")
@@ -242,7 +247,7 @@ def test_sharded_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", OWN_CASES)
 def test_everything_saved_comes_back(case: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     original = own_model(tokenizer, **OWN_CASES[case])
-    save_model(tmp_path / "model", original, tokenizer, METHOD, stage="I")
+    save_model(tmp_path / "model", as_loaded(original, tokenizer))
     loaded = load_model(tmp_path / "model")
     assert (loaded.method, loaded.stage) == (METHOD, "I")
     assert loaded.tokenizer.fingerprint == tokenizer.fingerprint
@@ -254,10 +259,10 @@ def test_everything_saved_comes_back(case: str, tokenizer: Tokenizer, tmp_path: 
 
 
 def test_dtype_of_loading_and_saving(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    save_model(tmp_path / "half", own_model(tokenizer), tokenizer, METHOD, stage="I", dtype=torch.bfloat16)
+    save_model(tmp_path / "half", as_loaded(own_model(tokenizer), tokenizer), dtype=torch.bfloat16)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
-    model = load_model(tmp_path / "half", dtype=torch.bfloat16).model
+    model = load_model(tmp_path / "half", dtype=torch.bfloat16).backbone
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     assert model.inv_freq.dtype == torch.float32  # angles in bfloat16 would be off by whole turns
 
@@ -312,7 +317,7 @@ def test_a_full_table_grows_to_a_round_number(case: str, tokenizer: Tokenizer, t
     summary = convert(tmp_path / "source", tmp_path / "target")
     assert (summary["resized"], summary["blank_row"]) == (True, "mean of the embeddings")
     assert summary["vocab_rows"] == 320
-    loaded = load_model(tmp_path / "target").model
+    loaded = load_model(tmp_path / "target").backbone
     table = theirs.get_input_embeddings().weight
     assert loaded.embed_tokens.weight.shape == loaded.head_weight.shape == (320, 32)
     assert torch.allclose(loaded.embed_tokens.weight[tokenizer.blank_id], table.mean(0), atol=1e-6)
@@ -493,7 +498,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.usefixtures("small_files_only")
 def test_a_write_error_leaves_nothing_behind(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(FredaError, match=r"cannot write .*/new: .*File too large.*; nothing else was touched"):
-        save_model(tmp_path / "new", own_model(tokenizer), tokenizer, METHOD, stage="I")
+        save_model(tmp_path / "new", as_loaded(own_model(tokenizer), tokenizer))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -503,7 +508,7 @@ def test_a_write_error_keeps_the_older_folder(
     before = contents(model_folder)
     request.getfixturevalue("small_files_only")
     with pytest.raises(FredaError, match="cannot write"):
-        save_model(model_folder, own_model(tokenizer), tokenizer, METHOD, stage="II", replace=True)
+        save_model(model_folder, as_loaded(own_model(tokenizer), tokenizer, "II"), replace=True)
     assert contents(model_folder) == before
     assert [path.name for path in model_folder.parent.iterdir()] == ["model"]
 
@@ -511,9 +516,9 @@ def test_a_write_error_keeps_the_older_folder(
 def test_an_existing_folder_is_replaced_only_when_asked(model_folder: Path, tokenizer: Tokenizer) -> None:
     (model_folder / "leftover.bin").write_bytes(b"")
     with pytest.raises(FredaError, match="model exists already"):
-        save_model(model_folder, own_model(tokenizer), tokenizer, METHOD, stage="II")
+        save_model(model_folder, as_loaded(own_model(tokenizer), tokenizer, "II"))
     assert load_model(model_folder).stage == "I"
-    save_model(model_folder, own_model(tokenizer), tokenizer, METHOD, stage="II", replace=True)
+    save_model(model_folder, as_loaded(own_model(tokenizer), tokenizer, "II"), replace=True)
     assert load_model(model_folder).stage == "II"
     assert not (model_folder / "leftover.bin").exists()
     assert [path.name for path in model_folder.parent.iterdir()] == ["model"]
@@ -664,7 +669,7 @@ def test_gguf_with_two_copies_of_one_matrix_is_tied_again(tokenizer: Tokenizer, 
     fine = quants.quantize(table, Q8)
     write_gguf(tmp_path / "m.gguf", theirs, tokenizer, **{"token_embd.weight": coarse, "output.weight": fine})
     summary = convert(tmp_path / "m.gguf", tmp_path / "target")
-    model = load_model(tmp_path / "target").model
+    model = load_model(tmp_path / "target").backbone
     assert model.config.tied
     pair = torch.from_numpy(coarse).flatten(), torch.from_numpy(quants.dequantize(fine, Q8)).flatten()
     cosine = torch.nn.functional.cosine_similarity(*pair, dim=0).item()
@@ -718,7 +723,7 @@ def test_gguf_scaling_of_llama_3_is_recovered(tokenizer: Tokenizer, tmp_path: Pa
     assert len(set(factors)) > 2  # kept, blended and slowed frequencies
     write_gguf(tmp_path / "good.gguf", theirs, tokenizer, **{"rope_freqs.weight": factors})
     convert(tmp_path / "good.gguf", tmp_path / "target")
-    scaling = load_model(tmp_path / "target").model.config.rope_scaling
+    scaling = load_model(tmp_path / "target").backbone.config.rope_scaling
     assert scaling == LLAMA3 | {"original_max_position_embeddings": 8192}
     write_gguf(
         tmp_path / "bad.gguf", theirs, tokenizer, **{"rope_freqs.weight": llama3_factors(10_000.0, 16, high=9.0)}
