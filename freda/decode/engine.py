@@ -131,21 +131,8 @@ class Engine:
 
     def submit(self, request: Request) -> Handle:
         """Queue a request. One that can never run is refused at once; `QueueFull` means: try again later."""
-        name = request.method or self.loaded.method.name
-        require(name in METHODS, f"there is no method {name!r}; use one of {', '.join(METHODS)}")
-        rule, config = METHODS[name], self.loaded.method  # type: ignore[index]
-        check_requests(self.model, rule, config, [request])
-        size, length = block_size(rule, config), len(request.prompt) + request.max_new_tokens
-        require(
-            length <= self.max_length,
-            f"prompt and answer have {length} tokens, the limit is {self.max_length}; "
-            f"shorten the prompt or ask for fewer new tokens",
-        )
-        needed = self.pages.needed(length + size)
-        require(
-            needed <= self.pages.count,
-            f"the request needs {needed} pages, the engine has {self.pages.count}; ask for fewer tokens or raise pages",
-        )
+        name, size = self.check(request)
+        config = self.loaded.method
         on_device = self._machine is not None and stays_on_device(self.model, config, request)
         if self._machine is not None and not on_device:
             self._explain("the request samples, or its scorer has a layer of its own, or its embeddings are rescaled")
@@ -163,6 +150,25 @@ class Engine:
             self.waiting.append(sequence)
         self._sweep()
         return handle
+
+    def check(self, request: Request) -> tuple[str, int]:
+        """Refuse a request that can never run; returns its method's name and block size."""
+        name = request.method or self.loaded.method.name
+        require(name in METHODS, f"there is no method {name!r}; use one of {', '.join(METHODS)}")
+        rule, config = METHODS[name], self.loaded.method  # type: ignore[index]
+        check_requests(self.model, rule, config, [request])
+        size, length = block_size(rule, config), len(request.prompt) + request.max_new_tokens
+        require(
+            length <= self.max_length,
+            f"prompt and answer have {length} tokens, the limit is {self.max_length}; "
+            f"shorten the prompt or ask for fewer new tokens",
+        )
+        needed = self.pages.needed(length + size)
+        require(
+            needed <= self.pages.count,
+            f"the request needs {needed} pages, the engine has {self.pages.count}; ask for fewer tokens or raise pages",
+        )
+        return name, size
 
     def completed(self, requests: Iterable[Request]) -> Generator[tuple[int, Output], None, None]:
         """Run requests and keep the engine full; yields (index, output) as each finishes, whatever the order.
