@@ -106,15 +106,15 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     say("1/6 writing a corpus of word problems")
     prepare_corpus(plan.corpus, out / "data")
     models = {}
-    stages: list[tuple[MethodName, TrainConfig]] = [
-        ("autoregressive", plan.base),
-        ("block-diffusion", plan.tuned),
-        ("self-refine", plan.tuned),
-        ("best-of-n", plan.scorer),
+    stages: list[tuple[Method, TrainConfig]] = [
+        (Autoregressive(), plan.base),
+        (BlockDiffusion(noise_min=NOISE_MIN), plan.tuned),
+        (SelfRefine(), plan.tuned),
+        (BestOfN(), plan.scorer),
     ]
-    for number, (name, settings) in enumerate(stages, start=2):
-        say(f"{number}/6 training: {name}")
-        models[name] = _train(plan, out / name, name, settings)
+    for number, (method, settings) in enumerate(stages, start=2):
+        say(f"{number}/6 training: {method.name}")
+        models[method.name] = _train(plan, out / method.name, method, settings)
     say(f"6/6 solving {plan.test_problems} held-out problems with 1 to 4 passes")
     test = list(itertools.islice(problems_of(plan.corpus, "test"), plan.test_problems))
     rows = [row for name, model in models.items() for row in _scores(name, model, test)]
