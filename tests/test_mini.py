@@ -22,6 +22,7 @@ from freda.data.mini_item import Item
 from freda.data.mini_logic import World
 from freda.data.mini_math import Calculation, Step
 from freda.data.prepare import prepare
+from freda.data.shards import Manifest
 from freda.data.synthetic import Split, split_of
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
@@ -341,3 +342,37 @@ DIGESTS = {
     "mini_code": "856940de9cf7bce8",
     "mini_logic": "62527f62e68e25f7",
 }
+
+
+# -- questions to a trained model --------------------------------------------------------------------------------------
+
+
+def shards_of(folder: Path, settings: MiniConfig, version: int = mini.VERSION) -> Path:
+    folder.mkdir()
+    source = {"mini": {"generator": version, **dataclasses.asdict(settings)}}
+    Manifest(source, align=4, eos_id=0, blank_id=1, tokenizer="", splits={}).write(folder)
+    return folder
+
+
+def test_a_message_becomes_the_beginning_of_a_document() -> None:
+    assert mini.prompt_of("How many?") == mini.prompt_of("Q: How many?\nA:") == ("Q: How many?\nA:", ())
+    assert mini.prompt_of("Walk from A. left, now at") == ("Walk from A. left, now at", (".",))
+    assert mini.prompt_of('def f(x):\n    """Add."""') == ('def f(x):\n    """Add."""', ())
+    assert mini.prompt_of("Facts: a. b.") == ("Facts: a. b.\nAnswer:", (".",))
+    choice = "Who?\nA. Mia\nB. Tom\nC. Ann\nD. Leo"
+    assert mini.prompt_of(choice) == mini.prompt_of(choice + "\nAnswer:") == (choice + "\nAnswer:", ())
+
+
+def test_held_out_questions_are_as_difficult_as_the_shards(tmp_path: Path) -> None:
+    settings = MiniConfig(math_steps_from=3, math_steps_to=3, seed=5)
+    folder = shards_of(tmp_path / "shards", settings)
+    assert mini.held_out(folder) == [mini.item(kind, settings, "test", 0).prompt for kind in mini.KINDS]
+    assert {item.level for item in mini.questions_of("mini_math", folder, 4)} == {3}
+    for prompt in mini.held_out(folder):
+        typed = prompt.removesuffix("\nA:").removeprefix("Q: ").partition("\nAnswer:")[0]
+        assert prompt.startswith(mini.prompt_of(typed)[0]) and mini.prompt_of(prompt)[0] == prompt
+
+
+def test_questions_of_another_version_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FredaError, match=f"{mini.VERSION}"):
+        mini.held_out(shards_of(tmp_path / "shards", MiniConfig(), mini.VERSION - 1))

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from freda.data import mini, synthetic
 from freda.data.config import CorpusConfig, MadeKind, MiniConfig, PrepareFile
-from freda.data.shards import Manifest
+from freda.data.shards import generator_settings
 from freda.data.synthetic import Split
-from freda.errors import FredaError
 
 Made = Iterator[tuple[Split, int, str]]  # split, number in it, text
 
@@ -45,7 +44,7 @@ def _mini(kind: mini.MiniKind) -> Generator:
     def documents(config: MiniConfig, part: int, parts: int) -> Made:
         return mini.documents(kind, config, part, parts)
 
-    return Generator("mini", mini.VERSION, documents)
+    return Generator(mini.SECTION, mini.VERSION, documents)
 
 
 GENERATORS: dict[MadeKind, Generator] = {
@@ -71,13 +70,4 @@ def described(config: PrepareFile) -> dict[str, dict[str, Any]]:
 
 def settings_in(folder: Path, kind: MadeKind) -> dict[str, Any]:
     """The section that a folder of shards was made with."""
-    generator = GENERATORS[kind]
-    values = dict(Manifest.read(folder).source.get(generator.section, {}))
-    if not values:
-        raise FredaError(f"{folder} holds nothing made by the generator {kind}; name shards that do with --data")
-    version = values.pop("generator")
-    if version != generator.version:
-        raise FredaError(
-            f"{folder} was made by version {version} of the generator, this is {generator.version}; prepare it again"
-        )
-    return values
+    return generator_settings(folder, GENERATORS[kind].section, GENERATORS[kind].version)

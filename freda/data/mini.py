@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from freda.data import mini_code, mini_logic, mini_math
 from freda.data.config import MiniConfig
 from freda.data.mini_item import Item
+from freda.data.shards import generator_settings
 from freda.data.synthetic import PATIENCE, Split, split_of
 from freda.errors import FredaError
 
+SECTION = "mini"  # of the prepare file, and of the manifest of shards made from it
 VERSION = 10  # of the texts: the same seed gives the same texts as long as this stays
+OPTIONS = "\nA. "  # marks a question with answers to choose from
 MiniKind = Literal["mini_math", "mini_code", "mini_logic"]
 
 
@@ -72,3 +76,37 @@ def questions(kind: MiniKind, config: MiniConfig, split: Split, count: int) -> l
                 "raise the difficulty in [mini] before you prepare the documents"
             )
     return list(found.values())
+
+
+# -- questions to a model that was trained on shards of the suite -----------------------------------------------------
+
+
+def questions_of(kind: MiniKind, folder: Path, count: int) -> list[Item]:
+    """The first test questions, as difficult as the documents in a folder of shards."""
+    return questions(kind, settings_of(folder), "test", count)
+
+
+def held_out(folder: Path) -> list[str]:
+    """The first test question of each kind, as difficult as the documents in a folder of shards."""
+    config = settings_of(folder)
+    return [item(kind, config, "test", 0).prompt for kind in KINDS]
+
+
+def settings_of(folder: Path) -> MiniConfig:
+    """The settings that a folder of shards was generated with; its manifest has them."""
+    return MiniConfig(**generator_settings(folder, SECTION, VERSION))
+
+
+def prompt_of(message: str) -> tuple[str, tuple[str, ...]]:
+    """Turn a typed message into the beginning of a training document, and name the strings that end its answer.
+
+    A message is a word problem unless it has the form of a function, a deduction or a question with options. Documents
+    of deductions go on with further conclusions, so there the answer ends with its sentence.
+    """
+    text = message.strip()
+    stop = (".",) if text.startswith((mini_logic.WALK, mini_logic.FACTS)) else ()
+    if text.startswith(("def ", mini_logic.WALK)) or "\nAnswer:" in text:
+        return text, stop
+    if OPTIONS in text or text.startswith(mini_logic.FACTS):
+        return f"{text}\nAnswer:", stop
+    return f"Q: {text.removeprefix('Q:').removesuffix('A:').strip()}\nA:", stop

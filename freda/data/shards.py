@@ -120,6 +120,17 @@ class Manifest:
         raise FredaError(f"{path} has format version {version}, this freda reads {FORMAT_VERSION}; {START_ANEW}")
 
 
+def generator_settings(folder: Path, section: str, version: int) -> dict[str, Any]:
+    """The section of the prepare file that a generator of this version made the documents of a folder from."""
+    values = dict(Manifest.read(folder).source.get(section, {}))
+    if not values:
+        raise FredaError(f"{folder} holds no documents generated from [{section}]; name shards that do with --data")
+    found = values.pop("generator")
+    if found != version:
+        raise FredaError(f"{folder} was made by version {found} of the generator, this is {version}; prepare it again")
+    return values
+
+
 def shard_lines(manifest: Manifest) -> list[str]:
     """What a manifest says: tokens of every split and source, what was dropped and why, what was kept out."""
     lines = []
