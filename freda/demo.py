@@ -25,11 +25,13 @@ from freda import __version__
 from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
+from freda.decode.api import Model
 from freda.decode.chat import held_out
+from freda.decode.config import EngineConfig
 from freda.decode.generate import Output, Pass, Request, generate
 from freda.decode.show import LiveDrafts, pass_line
 from freda.errors import FredaError
-from freda.eval.run import exact_match, token_accuracy
+from freda.eval.teacher_forcing import token_accuracy
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig, MethodName
 from freda.model.config import ModelConfig
@@ -163,10 +165,19 @@ def _scores(name: str, loaded: LoadedModel, test: list[Problem]) -> list[dict[st
     rows = []
     scores = METHODS[loaded.method.name].SCORES
     for passes in (1,) if name == "autoregressive" else PASSES[1:] if scores else PASSES:
-        settings = {"passes": passes, "threshold": THRESHOLD, "max_new_tokens": LONGEST_SOLUTION}
-        score, _ = exact_match(loaded, test, settings)
+        settings: dict[str, Any] = {
+            "passes": passes,
+            "threshold": THRESHOLD,
+            "max_new_tokens": LONGEST_SOLUTION,
+        }
+        begun = time.perf_counter()
+        found = Model(loaded, EngineConfig(max_batch=128)).generate([problem.prompt for problem in test], **settings)
+        right = sum(grade(problem, one.text) for problem, one in zip(test, found, strict=True)) / len(test)
+        nfe, tokens = sum(one.nfe for one in found), sum(len(one.tokens) for one in found)
+        score = {"n": len(test), "accuracy": right, "standard_error": (right * (1 - right) / len(test)) ** 0.5}
+        speed = {"nfe": nfe / len(test), "tpf": tokens / nfe, "seconds": time.perf_counter() - begun}
         accuracy = None if scores else token_accuracy(loaded, test, passes)  # it is one of drafts without a choice
-        rows.append({"method": name, **settings, **asdict(score), "token_accuracy": accuracy})
+        rows.append({"method": name, **settings, **score, **speed, "token_accuracy": accuracy})
     return rows
 
 

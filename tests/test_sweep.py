@@ -24,7 +24,7 @@ from freda.eval.run import solution_batch, teacher_forced
 from freda.eval.stability import stability
 from freda.eval.sweep import NEVER, Setting, passes_settings, read_sweep, run_sweep, settings_of
 from freda.eval.tasks import load_examples, mmlu, sums
-from freda.eval.tasks.task import Example, checksum
+from freda.eval.task import Example, checksum
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer

@@ -1,76 +1,32 @@
-"""Scores of a model on the embedded word problems: exact match of free generation, and teacher-forced token accuracy.
+"""Teacher forcing: what a model makes of each block of a known text over its true prefix.
 
-Exact match is what a user sees: the number after "The answer is" in the generated solution. Token accuracy gives every
-block its true prefix and asks how many tokens of the written solution the model makes itself; it has less noise, and it
-shows what a pass adds apart from how errors add up over a text.
+An early mistake does not count again in all blocks after it, so this shows what a pass adds apart from how errors add
+up over a text. `token_accuracy` is the fraction of tokens that a model reproduces. `stability` asks whether a good
+draft is a fixed point (section 3.3 of the paper): how many tokens a further pass changes, how many of them it mends
+and spoils, and how much of a draft that is already right it keeps.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.data.synthetic import Problem, grade
-from freda.decode.generate import Output, Request, generate
+from freda.data.synthetic import Problem
 from freda.methods import METHODS
 from freda.methods.autoregressive import next_token_logits
 from freda.methods.draft import Rules, clean_half, draft_logits, likeliest, soft_embedding, start
 from freda.model.weights import LoadedModel
 
-Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Score:
-    """A share of right answers, and what it cost."""
-
-    n: int
-    accuracy: float
-    standard_error: float  # of a share of n independent answers
-    nfe: float  # mean forwards per answer
-    tpf: float  # all new tokens over all forwards
-    seconds: float
-
-
-def exact_match(
-    loaded: LoadedModel,
-    problems: Sequence[Problem],
-    settings: dict[str, Any],
-    *,
-    batch_size: int = 128,
-    progress: Progress | None = None,
-) -> tuple[Score, list[Output]]:
-    """Solve every problem with the model's own method; `settings` are fields of `Request`."""
-    tokenizer, method = loaded.tokenizer, METHODS[loaded.method.name]
-    outputs: list[Output] = []
-    seconds = 0.0
-    for first in range(0, len(problems), batch_size):
-        asked = [Request(prompt=tokenizer.encode(p.prompt), **settings) for p in problems[first : first + batch_size]]
-        made = generate(loaded.model, method, loaded.method, asked, stop_ids=tokenizer.stop_ids)
-        seconds += max(output.seconds for output in made)
-        outputs += made
-        if progress is not None:
-            progress(len(outputs))
-    right = [grade(p, tokenizer.decode(o.tokens)) for p, o in zip(problems, outputs, strict=True)]
-    return score(right, outputs, seconds), outputs
-
-
-def score(right: Sequence[bool], outputs: Sequence[Output], seconds: float) -> Score:
-    """Sum up graded outputs."""
-    n, share = len(right), sum(right) / len(right)
-    nfe, tokens = sum(o.nfe for o in outputs), sum(len(o.tokens) for o in outputs)
-    return Score(n, share, math.sqrt(share * (1 - share) / n), nfe / n, tokens / nfe, seconds)
+MOST_LOGITS = 1 << 28  # in one forward: 1 GiB in fp32
+NAMES = ("right", "changed", "mended", "spoiled", "kept")
 
 
 @torch.no_grad()
 def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int) -> float:
-    """Share of solution tokens that are the written ones after `passes` passes over the true prefix."""
+    """The fraction of solution tokens that are the written ones after `passes` passes over the true prefix."""
     texts = [(problem.prompt, problem.document) for problem in problems]
     batch, given = solution_batch(loaded, texts)
     if METHODS[loaded.method.name].DRAFTS:
@@ -91,9 +47,9 @@ def _next_tokens(loaded: LoadedModel, batch: Batch) -> Tensor:
 def teacher_forced(
     loaded: LoadedModel, batch: Batch, given: Tensor, passes: int, *, clean_draft: bool = False
 ) -> Iterator[Tensor]:
-    """All blocks of all rows drafted at once, each over its true prefix: the tokens (R, L) after every pass.
+    """Draft all blocks of all rows at once, each over its true prefix: the tokens (R, L) after every pass.
 
-    The drafts begin blank, or with `clean_draft` as the true text, shown as surely as given tokens.
+    The drafts begin blank, or with `clean_draft` as the true text, shown with the certainty of given tokens.
     """
     model, config = loaded.model, loaded.method
     method, shape = METHODS[config.name], (-1, config.block_size)
@@ -130,3 +86,36 @@ def solution_batch(loaded: LoadedModel, texts: Sequence[tuple[str, str]]) -> tup
     )
     document = torch.where(place < ends, 0, -1).int()
     return Batch(tokens, document, place.int(), (place > lengths) & (place < ends)), place < given
+
+
+def stability(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int) -> list[dict[str, float]]:
+    """For every pass, as fractions of the answers' tokens: `right` after it; `changed` by it, of which `mended` (wrong
+    before, right now) and `spoiled`; and `kept` of a draft that was the true text before the first pass.
+
+    `texts` are pairs of a prompt and the whole text that begins with it.
+    """
+    longest = max(len(loaded.tokenizer.encode(whole)) for _, whole in texts) + loaded.method.block_size
+    rows = max(1, MOST_LOGITS // (longest * loaded.model.config.vocab_size))
+    sums = torch.zeros(passes, len(NAMES), dtype=torch.int64)
+    counted = 0
+    for first in range(0, len(texts), rows):
+        found, tokens = _counts(loaded, texts[first : first + rows], passes)
+        sums, counted = sums + found, counted + tokens
+    shares = (sums / counted).tolist()
+    return [{"pass": number, **dict(zip(NAMES, row, strict=True))} for number, row in enumerate(shares, start=1)]
+
+
+def _counts(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int) -> tuple[Tensor, int]:
+    """Sums over these texts, (passes, names), and the number of tokens that count."""
+    batch, given = solution_batch(loaded, texts)
+    counted = ~given & (batch.document >= 0) & ~batch.fill
+    drafts = teacher_forced(loaded, batch, given, passes)
+    clean = teacher_forced(loaded, batch, given, passes, clean_draft=True)
+    before = torch.full_like(batch.tokens, -1)  # a blank draft holds no token
+    rows = []
+    for now, kept in zip(drafts, clean, strict=True):
+        right, was_right = now == batch.tokens, before == batch.tokens
+        marks = (right, now != before, right & ~was_right, was_right & ~right, kept == batch.tokens)
+        rows.append(torch.stack([(mark & counted).sum() for mark in marks]))
+        before = now
+    return torch.stack(rows).cpu(), int(counted.sum())
