@@ -30,10 +30,14 @@ from freda.decode.config import EngineConfig
 from freda.decode.request import Pass
 from freda.decode.show import LiveDrafts, legend, pass_line
 from freda.errors import FredaError
-from freda.eval.run import token_accuracy
+from freda.eval.teacher_forcing import token_accuracy
 from freda.folders.model_folder import load_model
 from freda.folders.resolve import packaged_folder
+from freda.methods.autoregressive import Autoregressive
+from freda.methods.best_of_n import BestOfN
+from freda.methods.block_diffusion import BlockDiffusion
 from freda.methods.method import Method
+from freda.methods.self_refine import SelfRefine
 from freda.model.config import ModelConfig
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.loop import train
