@@ -23,6 +23,7 @@ from freda.data import mini
 from freda.data.config import CorpusConfig, MiniConfig
 from freda.data.generators import GENERATORS
 from freda.data.loader import Batch
+from freda.data.prepare import prepare_corpus
 from freda.data.shards import Manifest
 from freda.data.tokenizer import train_tokenizer
 from freda.eval.tasks import TASKS, gpqa
@@ -31,7 +32,9 @@ from freda.methods import METHODS
 from freda.methods.method import Method
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
+from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks, processes
 
 VOCAB, BLANK, EOS = 29, 28, 27
@@ -66,6 +69,18 @@ def tiny_model(seed: int = 0, **shape: object) -> Transformer:
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.25)
     return model
+
+
+def scored_model(seed: int = 0, scale: float = 0.4, *, last_layer: bool = False) -> Parts:
+    """A tiny model with a scorer that has opinions."""
+    model = tiny_model(seed)
+    scorer = Scorer(model.config, last_layer=last_layer)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for weight in scorer.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return Parts(model, scorer)
 
 
 def method(name: str = "self-refine", **settings: Any) -> Method:
@@ -103,6 +118,20 @@ def packed_batch(lengths: list[list[int]], seed: int = 0) -> Batch:
             fill[row, begin + length - 1] = True
             begin += length
     return Batch(tokens, document, position, fill)
+
+
+# -- small runs --------------------------------------------------------------------------------------------------------
+
+
+def small_run(data: Path, *, problems: int = 60, **train: Any) -> RunConfig:
+    """One step of a one-layer model over word problems, made in the folder `data`; `train` changes its section."""
+    prepare_corpus(CorpusConfig(problems=problems, validation_problems=problems // 7, vocab_size=300), data)
+    once = {"steps": 1, "batch_rows": 2, "group_rows": 2, "warmup_steps": 1, "validation_rows": 2}
+    return RunConfig(
+        model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
+        data=DataConfig(path=str(data), seq_len=96),
+        train=TrainConfig(**{**once, **train}),
+    )
 
 
 # -- the bundled model -------------------------------------------------------------------------------------------------
