@@ -23,6 +23,7 @@ from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
 from freda.folders.model_folder import load_model
 from freda.model.config import ModelConfig
+from freda.model.parts import BACKBONE
 from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig
@@ -158,17 +159,19 @@ def test_the_newest_and_the_best_are_kept(shards: Path, tmp_path: Path, monkeypa
 
 
 def test_files_of_weights_are_about_equal_and_the_scorer_has_its_own() -> None:
-    sizes = {"embed_tokens.weight": 40, **{f"layers.{n}": 10 for n in range(6)}, "norm.weight": 1, "scorer.fuse": 5}
+    backbone = {"embed_tokens.weight": 40, **{f"layers.{n}": 10 for n in range(6)}, "norm.weight": 1}
+    sizes = {**{(BACKBONE, name): size for name, size in backbone.items()}, ("scorer", "fuse"): 5}
     files = checkpoint.weight_files(sizes, 2)
-    assert files["embed_tokens.weight"] == (0, "model-00001-of-00002.safetensors")
-    assert files["layers.0"][0] == 0 and files["layers.5"] == (1, "model-00002-of-00002.safetensors")
-    assert files["scorer.fuse"] == (0, "scorer.safetensors")
+    assert files[BACKBONE, "embed_tokens.weight"] == (0, "model-00001-of-00002.safetensors")
+    assert files[BACKBONE, "layers.0"][0] == 0
+    assert files[BACKBONE, "layers.5"] == (1, "model-00002-of-00002.safetensors")
+    assert files["scorer", "fuse"] == (0, "scorer.safetensors")
     assert {file for _, file in checkpoint.weight_files(sizes, 1).values()} == {
         "model.safetensors",
         "scorer.safetensors",
     }
-    few = checkpoint.weight_files({"embed_tokens.weight": 98, "norm.weight": 1, "last": 1}, 8)
-    assert few["last"] == (7, "model-00002-of-00002.safetensors"), "ranks without a weight have no file"
+    few = checkpoint.weight_files({(BACKBONE, name): size for name, size in (("e", 98), ("norm", 1), ("last", 1))}, 8)
+    assert few[BACKBONE, "last"] == (7, "model-00002-of-00002.safetensors"), "ranks without a weight have no file"
 
 
 def test_many_files_of_moments(shards: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
