@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     (run / "checkpoints" / "step-9.part").mkdir()  # left by a process that was killed
     assert resume(run).step == 6
     said = capsys.readouterr().err
-    assert f"{run / 'checkpoints' / 'step-6'} is damaged ({name}" in said and "going on from" in said
+    assert f"{run / 'checkpoints' / 'step-6'} is damaged ({name}" in said and "step-4" in said
     kept = {path.name for path in (run / "checkpoints").iterdir()}
     assert "step-6.damaged" in kept and "step-9.part" not in kept
     assert_bitwise(whole, run)
@@ -242,6 +242,74 @@ def test_a_checkpoint_of_an_older_freda_is_still_a_model(whole: Path, tmp_path: 
     assert load_model(run).method.name == "autoregressive"
     with pytest.raises(FredaError, match=r"older freda and cannot be resumed from; start a new run with train.init="):
         resume(run)
+
+
+SECTIONS_OF_0_1 = """[corpus]
+problems = 20000
+carry = true
+
+[mini]
+documents = 4000000
+math_distractors = 0.3
+
+[prepare]
+tokenizer = ""
+validation_share = 0.005
+
+[decontaminate]
+ngram = 13
+
+"""
+METHOD_OF_0_1 = """
+block_size = 4
+passes = 2
+feedback = "soft"
+rescale = false
+committed_hard = false
+drafts = "greedy"
+replacement = "iid"
+replacement_start = 0.3
+replacement_end = 0.1
+negatives = "sampled"
+num_negatives = 4
+scorer_layer = false
+noise_min = 0.001
+noise_max = 1.0
+"""
+
+
+def as_written_by_0_1(run: Path) -> None:
+    """Every method had all settings; a config had the sections of `freda prepare`, a model the passes of training."""
+    text = (run / "config.toml").read_text()
+    head, rest = text.split("[method]\n")
+    name, train = rest.partition("\n")[0], rest[rest.index("[train]") :]
+    (run / "config.toml").write_text(f"{SECTIONS_OF_0_1}{head}[method]\n{name}{METHOD_OF_0_1}\n{train}")
+    for folder in (run / "checkpoints").iterdir():
+        values = json.loads((folder / "config.json").read_text())
+        more = {"passes": 2, "feedback": "soft", "rescale": False, "committed_hard": False}
+        (folder / "config.json").write_text(json.dumps({**values, "freda": {**values["freda"], **more}}))
+        sums = json.loads((folder / "checksums.json").read_text())
+        sums |= checkpoint.checksums(folder, [folder / "config.json"])
+        (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine", "best-of-n"])
+def test_a_run_of_version_0_1_is_resumed(name: str, shards: Path, whole: Path, tmp_path: Path) -> None:
+    settings, one, two = config(shards), tmp_path / "one", tmp_path / "two"
+    if name == "best-of-n":
+        base = replace(settings, method=method(passes=2), train=replace(settings.train, steps=1))
+        init = str(loop.train(base, tmp_path / "base").checkpoint)
+        settings = replace(settings, model=ModelConfig(), train=replace(settings.train, init=init))
+    own = {"passes": 2} if name in ("self-refine", "best-of-n") else {}
+    loop.train(replace(settings, method=method(name, **own)), one)
+    shutil.copytree(one, two)
+    shutil.rmtree(two / "checkpoints" / "step-6")
+    (two / "latest").write_text("step-4\n")
+    as_written_by_0_1(two)
+    assert "[mini]" in (two / "config.toml").read_text() and load_model(two).method.name == name
+    assert loop.resume_run(two) == loop.resume_run(one) and resume(two).step == 6
+    assert_bitwise(one, two)
+    assert load_model(two).method == load_model(one).method
 
 
 def test_no_file_is_a_pickle(whole: Path) -> None:
