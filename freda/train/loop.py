@@ -282,6 +282,9 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
 
 
 def _passes(run: Run, step: int) -> list[int]:
+    """The number of passes of each group of a step."""
+    if run.passes:
+        return [run.passes] * len(run.shares)
     return pass_numbers(run.config.train.seed, step, len(run.shares), run.method.training_passes)
 
 
