@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from freda.eval.run import score, solution_batch
+from freda.methods.config import MethodConfig
 
 from freda import __version__
 from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
-from freda.decode.generate import Output, Pass, Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Output, Pass, Request
 from freda.demo import LONGEST_SOLUTION, THRESHOLD, Plan, make_plan
-from freda.eval.run import score, solution_batch
+from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import METHODS
 from freda.methods.best_of_n import beam_slots, frozen_clean_half, proposal, score_slots
-from freda.methods.config import MethodConfig
 from freda.model.transformer import pick_device
-from freda.folders.model_folder import LoadedModel, load_model
 from freda.train.config import RunConfig, TrainConfig
 from freda.train.loop import train
 

@@ -14,7 +14,6 @@ from test_engine import ALL, SMALL, Letters, alone, loaded, prompts, settings_of
 from torch import Tensor
 
 from freda.decode import device
-from freda.decode.batch import Batch
 from freda.decode.config import EngineConfig
 from freda.decode.device import DeviceBatch, ForwardBackend, Report, prefill, stays_on_device
 from freda.decode.engine import Engine

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from freda.data.tokenizer import Tokenizer, train_tokenizer
-from freda.decode.generate import Pass
+from freda.decode.request import Pass
 from freda.decode.show import LiveDrafts, candidate_lines, colour, pass_line
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import freda
 from freda.eval.sweep import NEVER
-from freda.eval.tasks import load_examples, tasks_named
 from freda.eval.task import Example
-from freda.methods import METHODS
+from freda.eval.tasks import load_examples, tasks_named
 from freda.folders.resolve import ASSETS
+from freda.methods import METHODS
 
 WALKS, PASSES = 400, (1, 2, 4)
 
