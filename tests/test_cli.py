@@ -219,7 +219,7 @@ def test_prepare_says_what_is_wrong(corpus: Path, capsys: pytest.CaptureFixture[
         (("--set", "source.stories.share=-1"), "source.stories: share is -1.0; use a positive number"),
         (("--set", "source.a/b.path=x"), "[source.a/b] has a name that is no file name"),
         (("--set", "prepare.tokenizer=nowhere"), "there is no folder"),
-        (("--set", "prepare.eos=<end>"), "it has no token '<end>', which is to end documents"),
+        (("--set", "prepare.eos=<end>"), "it has no token '<end>'"),
         (("--workers", "-1"), "workers is -1; use 1 or more, or 0 for one per core"),
     ):
         assert message in fails(capsys, "prepare", config, out, *data, *arguments)

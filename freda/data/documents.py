@@ -151,9 +151,8 @@ def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
         rows = csv.reader(text, **options)
         header = next(rows, None) if headed else None
         try:
-            for row in rows:
-                if row:
-                    yield functools.partial(parse, rows.line_num, header, row)
+            for row in filter(None, rows):
+                yield functools.partial(parse, rows.line_num, header, row)
         except csv.Error as error:
             raise FredaError(
                 f"{file}:{rows.line_num} is not a line of a table ({error}); fix it or exclude the file"
