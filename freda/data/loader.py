@@ -43,13 +43,13 @@ class Batch(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with `function` applied to every tensor."""
-        return Batch(*map(function, self[:4]), one_document=self.one_document)
+        return Batch._make([*map(function, self[:4]), self.one_document])
 
     @staticmethod
     def cat(batches: Sequence[Batch]) -> Batch:
         """One batch with the rows of several."""
         columns = zip(*(batch[:4] for batch in batches), strict=True)
-        return Batch(*map(torch.cat, columns), one_document=all(batch.one_document for batch in batches))
+        return Batch._make([*map(torch.cat, columns), all(batch.one_document for batch in batches)])
 
 
 class Loader:
@@ -86,8 +86,8 @@ class Loader:
             epoch, place = divmod(first_row + offset, self.rows)
             number = int(self._order(epoch)[place])
             self._read_row(number, tokens[offset], document[offset], position[offset], fill[offset])
-        tensors = map(torch.from_numpy, (tokens, document, position, fill))
-        return Batch(*tensors, one_document=bool((document <= 0).all()))
+        arrays, one_document = (tokens, document, position, fill), bool((document <= 0).all())
+        return Batch._make([*map(torch.from_numpy, arrays), one_document])
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse a model whose tokenizer is not the one that the shards were written with."""

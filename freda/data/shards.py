@@ -20,7 +20,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -166,9 +165,7 @@ class ShardWriter:
         self._bin, self._idx = (beside(path).open("wb") for path in self._paths)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bin.close()
         self._idx.close()
         if kind is None:

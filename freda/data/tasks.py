@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freda.data.config import DecontaminateConfig, PrepareConfig, PrepareFile
-from freda.data.decontaminate import Index
+from freda.data.decontaminate import Hit, Index
 from freda.data.documents import Broken, Document, Source, is_unicode, read, sources_of
 from freda.data.encode import Encoder, make_encoder
 from freda.data.generators import GENERATORS
@@ -275,30 +275,25 @@ class Tally:
         return "validation" if draw < self._held else "train", ids
 
     def _ids(self, document: Document) -> NDArray[np.int32] | None:
+        """The ids of a document; None if it must not be written, which is counted."""
         text, ids = document.text, document.ids
         if ids is not None:
             ids = self._own_ids(document, ids)
             text = self._tools.tokenizer.decode(ids.tolist()) if self._tools.index is not None else "(ids)"
-        objection = self._objection(text)
-        if objection is None and ids is None:
-            try:
-                ids = self._tools.encoder.encode(text)
-            except FredaError as error:
-                objection = ("not Unicode", str(error))
-        if objection is not None:
-            self._drop(document.where, *objection)
-            return None
-        return ids
-
-    def _objection(self, text: str) -> tuple[str, str] | None:
-        """Why a text must not be written: the reason and details; None if it may be written."""
         if not text or text.isspace():
-            return "empty", ""
-        if len(text) > self._settings.longest:
-            return "too long", f"{len(text)} characters"
-        if BLANK_TEXT in text:
-            return f"spells {BLANK_TEXT}", ""
-        return self._contaminated(text)
+            objection = ("empty", "")
+        elif len(text) > self._settings.longest:
+            objection = ("too long", f"{len(text)} characters")
+        elif BLANK_TEXT in text:
+            objection = (f"spells {BLANK_TEXT}", "")
+        elif not is_unicode(text):
+            objection = ("not Unicode", "it has lone surrogates")
+        elif hits := self._hits_in(text):
+            objection = (f"contaminated by {hits[0].benchmark}", f"item {hits[0].item}: {hits[0].words}")
+        else:
+            return self._tools.encoder.encode(text) if ids is None else ids
+        self._drop(document.where, *objection)
+        return None
 
     def _own_ids(self, document: Document, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids that another program made, without the EOS that closes them: the writer adds its own."""
@@ -307,14 +302,15 @@ class Tally:
             raise FredaError(f"{document.where} holds id {ids.max()}, the tokenizer ends at {tokenizer.blank_id - 1}")
         return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
 
-    def _contaminated(self, text: str) -> tuple[str, str] | None:
+    def _hits_in(self, text: str) -> list[Hit]:
+        """The benchmark items that contaminate a text; they are counted."""
         hits = self._tools.index.hits(text) if self._tools.index is not None else []
         for name in dict.fromkeys(hit.benchmark for hit in hits):
             found = self._hits.setdefault(name, {"documents": 0, "items": set()})
             found["documents"] += 1
         for hit in hits:
             self._hits[hit.benchmark]["items"].add(hit.item)
-        return (f"contaminated by {hits[0].benchmark}", f"item {hits[0].item}: {hits[0].words}") if hits else None
+        return hits
 
     def _drop(self, where: str, reason: str, detail: str = "") -> None:
         self._dropped[reason] += 1
