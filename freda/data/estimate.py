@@ -5,7 +5,6 @@ The beginning of every source is read, decontaminated and encoded; the numbers f
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,8 +40,7 @@ def estimate(file: PrepareFile, root: Path) -> tuple[list[Estimate], Tools]:
     if settings.tokenizer:
         tokenizer = named_tokenizer(settings, root)
     else:
-        texts = itertools.chain.from_iterable(map(sample, sources.values()))
-        tokenizer = train_tokenizer(texts, settings.vocab_size)
+        tokenizer = train_tokenizer(sample(sources), settings.vocab_size)
     tools = Tools(sources, sources_of(file, file.benchmark, root), file.decontaminate, tokenizer)
     wanted = budgets(settings.tokens, file.source)
     return [_estimate(name, source, settings, wanted[name], tools) for name, source in sources.items()], tools

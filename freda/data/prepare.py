@@ -18,17 +18,17 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from freda.data.config import MADE, CorpusConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.decontaminate import Index
-from freda.data.documents import Document, Source, is_unicode, newest_commit, read, sources_of
+from freda.data.documents import first_texts, newest_commit, sources_of
 from freda.data.encode import Encoder
 from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo
-from freda.data.tasks import EXAMPLES, PATIENCE, WORK, Outcome, Task, Worker, description, stamps
+from freda.data.tasks import EXAMPLES, WORK, Outcome, Task, Worker, description, stamps
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.data.workers import Runner, progress, runner
 from freda.errors import FredaError
@@ -269,7 +269,8 @@ def _provide_tokenizer(file: PrepareFile, root: Path, out: Path) -> None:
     if mark.is_file() and mark.read_text(encoding="utf-8") == key:
         return
     mark.unlink(missing_ok=True)
-    train_tokenizer(_tokenizer_texts(sources, file.prepare.seed), file.prepare.vocab_size).save(out / WORK)
+    texts = first_texts(sources, *TOKENIZER_TEXT, seed=file.prepare.seed, held_out=False)
+    train_tokenizer(texts, file.prepare.vocab_size).save(out / WORK)
     write_whole(mark, key)
 
 
@@ -281,23 +282,6 @@ def named_tokenizer(settings: PrepareConfig, root: Path) -> Tokenizer:
             f"prepare.tokenizer: there is no folder {folder}; relative paths start from the folder given with --data"
         )
     return open_tokenizer(folder, settings.eos)
-
-
-def _tokenizer_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
-    """Documents of all sources in turn."""
-    streams = [itertools.islice(read(source, seed=seed), PATIENCE) for source in sources]
-    texts = (
-        record.text
-        for records in itertools.zip_longest(*streams)
-        for record in records
-        if isinstance(record, Document) and record.split != "validation" and is_unicode(record.text)
-    )
-    count, characters = TOKENIZER_TEXT
-    for text in itertools.islice(texts, count):
-        yield text
-        characters -= len(text)
-        if characters <= 0:
-            return
 
 
 def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:

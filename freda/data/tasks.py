@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from freda.data.config import DecontaminateConfig, PrepareConfig, PrepareFile
 from freda.data.decontaminate import Hit, Index
-from freda.data.documents import Broken, Document, Source, is_unicode, read, sources_of
+from freda.data.documents import Broken, Document, Source, first_texts, is_unicode, read, sources_of
 from freda.data.encode import Encoder, make_encoder
 from freda.data.generators import GENERATORS
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
@@ -33,7 +33,6 @@ from freda.files import write_whole
 
 WORK = ".freda-prepare"  # folder of records and the tokenizer until the manifest is written; nobody else has one
 EXAMPLES = 3  # kept of every reason for which documents are dropped, per task
-PATIENCE = 10_000  # records looked at to find a few texts: with a wrong field there is none in a terabyte
 JUDGED_FROM = 20  # records; fewer say nothing about the share of broken ones
 SAMPLE = (32, 200_000)  # documents and characters of each source on which the encoder is checked
 
@@ -149,7 +148,7 @@ class Tools:
         tokenizer: Tokenizer,
     ) -> None:
         self.tokenizer = tokenizer
-        self.encoder: Encoder = make_encoder(tokenizer, itertools.chain.from_iterable(map(sample, sources.values())))
+        self.encoder: Encoder = make_encoder(tokenizer, sample(sources))
         self.index = Index(benchmark_texts(benchmarks), limits) if benchmarks else None
 
 
@@ -162,16 +161,11 @@ def benchmark_texts(benchmarks: Mapping[str, Source]) -> Iterator[tuple[str, str
             yield name, record.text
 
 
-def sample(source: Source) -> list[str]:
-    """The first texts of a source."""
-    texts: list[str] = []
+def sample(sources: Mapping[str, Source]) -> list[str]:
+    """A few texts of every source."""
     most, characters = SAMPLE
-    for record in itertools.islice(read(source, seed=0), PATIENCE):
-        if isinstance(record, Document) and is_unicode(record.text) and BLANK_TEXT not in record.text:
-            texts.append(record.text[:characters])
-        if len(texts) == most or sum(map(len, texts)) >= characters:
-            break
-    return texts
+    texts = itertools.chain.from_iterable(first_texts([one], most, characters, seed=0) for one in sources.values())
+    return [text[:characters] for text in texts if BLANK_TEXT not in text]
 
 
 class Worker:
