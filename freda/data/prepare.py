@@ -212,15 +212,16 @@ def _check_useful(source: str, outcomes: Collection[Outcome]) -> None:
 
 
 def _finished(file: PrepareFile, root: Path, out: Path, *, replace_other: bool) -> Manifest | None:
-    """The manifest of a folder that holds this very corpus, undamaged; None if it held another that is now removed."""
+    """The manifest of a folder that holds this very corpus, undamaged; None if it held another that may be replaced."""
     manifest = Manifest.read(out)
     changes = _changes(manifest, with_revisions(file, out, known=manifest.source), root)
     if changes and replace_other:
         with locked(out):
+            (out / WORK).mkdir(exist_ok=True)
+            for shard in (shard for info in manifest.splits.values() for shard in info.shards):
+                _, _, task = shard.name.partition("-")
+                (out / WORK / f"{task}.begun").touch()  # removed in the end, unless the new corpus has it too
             (out / MANIFEST).unlink()
-            _remove_shards(out, {shard.name for info in manifest.splits.values() for shard in info.shards})
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                (out / name).unlink(missing_ok=True)
         return None
     if changes:
         raise FredaError(
@@ -317,15 +318,11 @@ def _clean_up(out: Path, manifest: Manifest) -> None:
     """Remove what the run needed, and what was begun with other settings: by our own records, and nothing else."""
     kept = {shard.name for info in manifest.splits.values() for shard in info.shards}
     begun = {f"{split}-{mark.stem}" for mark in (out / WORK).glob("*.begun") for split in SPLITS}
-    _remove_shards(out, begun - kept)
-    shutil.rmtree(out / WORK)
-
-
-def _remove_shards(out: Path, names: Collection[str]) -> None:
-    for name, suffix in itertools.product(names, (".bin", ".idx")):
+    for name, suffix in itertools.product(begun - kept, (".bin", ".idx")):
         path = out / f"{name}{suffix}"
         path.unlink(missing_ok=True)
         beside(path).unlink(missing_ok=True)
+    shutil.rmtree(out / WORK)
 
 
 def _dropped(outcomes: Iterable[tuple[str, Outcome]]) -> dict[str, dict[str, int]]:
