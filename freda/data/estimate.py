@@ -85,7 +85,7 @@ def _unpacked_size(file: File) -> int:
 
 
 def plan_lines(file: PrepareFile, root: Path, workers: int) -> list[str]:
-    """The plan as text."""
+    """The lines that `freda prepare --plan` prints."""
     found, tools = estimate(file, root)
     lines = [
         f"{'source':<14} {'files':>6} {'on disk':>10} {'tokens there':>14} {'wanted':>14} {'epochs':>7} {'time':>9}"

@@ -250,7 +250,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_leftovers(out: Path) -> None:
-    """Only the folder of an interrupted run may be written to again: it has the folder of its records."""
+    """Refuse a folder with files in it, unless an interrupted run has left its records there."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise FredaError(f"{existing} is a file; name a folder")

@@ -56,7 +56,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a task did."""
+    """The record of a finished task: what it read, wrote and dropped."""
 
     key: str
     read: int  # records of the part that are used up, earlier waves included
