@@ -17,9 +17,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from freda import __version__
-from freda.bench.command import Settings, bench
-from freda.decode.config import DecodeConfig
+from freda.bench.command import bench
+from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import AgreedError, FredaError, note
+from freda.options import Device, Dtype, Method, ModelPath, Settings, Stop, decode_options
 
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -31,11 +32,14 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Language models that draft a block of tokens, look at their own draft, and refine it.",
-    epilog="Start with **freda chat mini**, a model that comes along, and **freda demo**, which trains four small ones "
-    "and shows one refining, in a few minutes on two cores.",
+    epilog="Start with **freda chat mini**, a bundled model, and **freda demo**, which trains four small ones and "
+    "shows one refining its drafts, in a few minutes on two cores.",
 )
 
 DECODING = DecodeConfig()
+Unpublished = Annotated[
+    bool, typer.Option("--unpublished", help="Accept benchmark files whose checksum is not the published one.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -48,7 +52,9 @@ def _version(wanted: bool) -> None:
 def _options(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -58,7 +64,7 @@ def _options(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the corpus, the models and results.json.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Seed of the corpus, the weights and all noise.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps only: tries the way, not the models.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke test: a few steps of everything.")] = False,
 ) -> None:
     """Train four small models on word problems and watch one refine its drafts."""
     from freda.demo import run_demo
@@ -103,13 +109,14 @@ def prepare(
 
 @app.command(
     epilog="Examples: **freda train runs/demo/self-refine/config.toml --out runs/mine --set method.passes=2**; "
-    "if it was stopped: **freda train --resume runs/mine**; what a run needs: "
+    "if it was stopped: **freda train --resume runs/mine**; to train it longer: "
+    "**freda train --resume runs/mine --set train.steps=9000**; what a run needs: "
     "**freda train configs/freda-4b-stage1.toml --dry-run --gpus 64 --shape qwen3-4b**"
 )
 def train(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/config.md.")] = None,
     out: Annotated[Path | None, typer.Option(help="New run folder.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Run folder to go on with.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Run folder to resume; --set train.steps=N extends it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the run needs.")] = False,
     gpus: Annotated[int, typer.Option(help="--dry-run: GPUs to plan for.")] = 1,
     tflops: Annotated[
@@ -118,7 +125,7 @@ def train(
     shape: Annotated[str, typer.Option(help="--dry-run: shape to plan with, where train.init is not there.")] = "",
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Train a model; stop it with Ctrl-C and go on with --resume."""
+    """Train a model; stop it with Ctrl-C and continue with --resume."""
     from freda.train import config as configs
 
     if dry_run:
@@ -128,14 +135,14 @@ def train(
         print("\n".join(plan))
         return
     if (config is None) == (resume is None) or (config is not None and out is None):
-        raise FredaError("give a config and --out RUN to start a run, or --resume RUN to go on with one")
-    if resume is not None and (set_ or out):
-        raise FredaError("--resume goes on with the config stored in the run; leave --set and --out away")
+        raise FredaError("give a config and --out RUN to start a run, or --resume RUN to continue one")
+    if resume is not None and out is not None:
+        raise FredaError(f"--resume {resume} writes into that run; omit --out")
     folder = out or resume
     assert folder is not None
 
     def settings() -> configs.RunConfig:
-        return loop.resume_run(folder) if config is None else configs.load(config, set_)
+        return loop.resume_run(folder, set_) if config is None else configs.load(config, set_)
 
     if config is not None and os.environ.get("WORLD_SIZE", "1") == "1":
         settings()  # a wrong config fails before torch is loaded
@@ -148,7 +155,7 @@ def train(
     if ranks.first:
         print(result.checkpoint)
     if result.interrupted and ranks.first:
-        print(f"go on with: freda train --resume {folder}", file=sys.stderr)
+        print(f"resume with: freda train --resume {folder}", file=sys.stderr)
     if result.interrupted == "SIGINT":
         raise typer.Exit(130)
 
@@ -157,65 +164,34 @@ def train(
     epilog="Examples: **freda generate mini $'Q: Mia has 4500 coins. She loses 312. How many?\\nA:' --show-drafts**; "
     '**freda generate runs/demo/self-refine "Q: Mia has 12 shells." --json**'
 )
+@decode_options
 def generate(
-    model: Annotated[Path, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")],
+    model: ModelPath,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
-    method: Annotated[
-        str | None,
-        typer.Option(help="best-of-n, self-refine, block-diffusion or autoregressive; the model's own by default."),
-    ] = None,
-    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
-    threshold: Annotated[
-        float, typer.Option(help="Probability from which a token is committed; over 1: never.")
-    ] = DECODING.threshold,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = DECODING.max_new_tokens,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = DECODING.temperature,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = DECODING.top_p,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = DECODING.seed,
-    width: Annotated[int, typer.Option(help="best-of-n: most candidates per pass, N.")] = DECODING.width,
-    tau: Annotated[float, typer.Option(help="best-of-n: weight of the scorer.")] = DECODING.tau,
-    swaps: Annotated[int, typer.Option(help="best-of-n: most positions a candidate changes, R.")] = DECODING.swaps,
-    candidates: Annotated[
-        str, typer.Option(help="best-of-n: beam, the cheapest changes to the draft, or sampled, random draws.")
-    ] = DECODING.candidates,
-    select: Annotated[str, typer.Option(help="best-of-n: argmax, or gumbel to choose by chance.")] = DECODING.select,
-    stop: Annotated[list[str], typer.Option(help="A text that ends the answer; may be repeated.")] = [],  # noqa: B006
-    reference: Annotated[bool, typer.Option("--reference", help="The plain loop instead of the engine.")] = False,
+    method: Method = None,
+    decode: DecodeConfig = DecodeConfig(),
+    stop: Stop = [],  # noqa: B006
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Decode with the plain loop that the engine must equal.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Show every pass of every block.")] = False,
     pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.15,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Continue a text."""
-    from freda.decode.complete import complete
+    from freda.decode.command import complete
 
-    settings = {
-        "max_new_tokens": max_new_tokens,
-        "passes": passes,
-        "threshold": threshold,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "width": width,
-        "tau": tau,
-        "swaps": swaps,
-        "candidates": candidates,
-        "select": select,
-    }
     text = sys.stdin.read() if prompt == "-" else prompt
-    place = {"device": device, "dtype": dtype}
-    seen = pause if show_drafts else None
-    answer = complete(model, text, settings, method=method, stop=stop, reference=reference, **place, pause=seen)
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "pause": pause if show_drafts else None}
+    answer = complete(model, text, decode, method=method, stop=stop, reference=reference, **place)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
     print(answer["text"])
-    print(
-        f"{len(answer['tokens'])} tokens in {answer['nfe']} forwards: {answer['tpf']:.2f} tokens per forward, "
-        f"{answer['seconds']:.2f} s ({answer['method']})",
-        file=sys.stderr,
-    )
+    counts = f"{len(answer['tokens'])} tokens in {answer['nfe']} forwards: {answer['tpf']:.2f} tokens per forward"
+    print(f"{counts}, {answer['seconds']:.2f} s ({answer['method']})", file=sys.stderr)
 
 
 @app.command(
@@ -223,35 +199,38 @@ def generate(
     "**echo 'Mia has 4500 coins. She loses 312. How many does she have in the end?' | freda chat mini**. "
     "In it: /reset, /set passes=2, /help, /quit"
 )
+@decode_options
 def chat(
-    model: Annotated[Path, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")],
-    method: Annotated[str | None, typer.Option(help="Decode as another method than the model's own.")] = None,
-    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
-    threshold: Annotated[float, typer.Option(help="Probability from which a token is committed.")] = DECODING.threshold,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = DECODING.temperature,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = DECODING.seed,
+    model: ModelPath,
+    method: Method = None,
+    decode: DecodeConfig = DecodeConfig(max_new_tokens=256),
+    system: Annotated[str, typer.Option(help="System prompt, for a model that has a chat template.")] = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue what is typed as it is: no template, no Q: and A:.")
     ] = False,
     drafts: Annotated[
-        bool | None, typer.Option(help="Show every pass of every block; by default if stdout is a terminal.")
+        bool | None,
+        typer.Option(
+            "--show-drafts/--no-drafts",
+            "--drafts",
+            help="Show every pass of every block; by default if stdout is a terminal.",
+        ),
     ] = None,
     pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.05,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Ask a model questions and watch it refine its answers."""
-    from freda.decode.api import load
-    from freda.decode.chat import Chat, messages, reader, suggestions, talk
+    from freda.decode.api import Model
+    from freda.decode.chat import Chat, messages, reader, talk
+    from freda.decode.command import open_model
 
-    settings = {"passes": passes, "threshold": threshold, "max_new_tokens": max_new_tokens}
-    settings |= {"temperature": temperature, "seed": seed}
-    conversation = Chat(load(model, device, dtype, max_batch=1), settings, method=method, raw=raw)
+    opened = Model(open_model(model, device, dtype, method=method), EngineConfig(max_batch=1), name=str(model))
+    conversation = Chat(opened, decode, method=method, raw=raw, system=system)
     if sys.stdin.isatty():
-        note(f"{model}: ask; /help says what else there is{suggestions(model)}")
+        note(f"{model}: ask; /help says what else there is{conversation.suggestions()}")
     shown = sys.stdout.isatty() if drafts is None else drafts
-    talk(conversation, messages(reader(sys.stdin)), sys.stdout, drafts=shown, pause=pause)
+    talk(conversation, messages(reader(sys.stdin)), sys.stdout, drafts=shown, pause=pause, keep=bool(drafts))
 
 
 @app.command(
@@ -285,69 +264,67 @@ def convert(
 @app.command(
     "eval",
     epilog="Examples: **freda eval mini --limit 100**; "
-    "**freda eval runs/mine --task gsm8k --data ~/benchmarks --out runs/mine/eval**; "
-    "**freda eval runs/mine --harness --task gsm8k --data ~/benchmarks**; "
-    "**freda eval --self-check --data ~/benchmarks**; **freda eval --compare runs/a/gsm8k runs/b/gsm8k**",
+    "**freda eval runs/mine --task gsm8k --data benchmarks --download --out runs/mine/eval**; "
+    "**freda eval runs/mine --harness --task hellaswag**; "
+    "**freda eval --self-check --data benchmarks**; **freda eval --compare runs/a/gsm8k runs/b/gsm8k**",
 )
+@decode_options
 def evaluate_(
     model: Annotated[
-        Path | None, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")
+        Path | None, typer.Argument(help="A model folder, a run folder, or the name of a bundled model.")
     ] = None,
     task: Annotated[
         list[str],
-        typer.Option(help="A benchmark, for example gsm8k; may be repeated. A packaged model brings its own."),
+        typer.Option(help="A benchmark, for example gsm8k; may be repeated. A bundled model brings its own."),
     ] = [],  # noqa: B006
     data: Annotated[
-        Path | None, typer.Option(help="Folder of the benchmarks' files; benchmarks by default, or a packaged model's.")
+        Path | None, typer.Option(help="Folder of the benchmarks' files; benchmarks by default, or a bundled model's.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="For samples.jsonl and results.json; MODEL/eval by default, runs/eval for a packaged model."),
+        typer.Option(help="For samples.jsonl and results.json; MODEL/eval by default, runs/eval for a bundled model."),
     ] = None,
     download: Annotated[
-        bool, typer.Option("--download", help="Get files that are not there from the Hugging Face Hub first.")
+        bool, typer.Option("--download", help="First get missing files from the Hugging Face Hub.")
     ] = False,
-    unpublished: Annotated[
-        bool, typer.Option("--unpublished", help="Ask files whose checksum is not the benchmark's.")
-    ] = False,
+    unpublished: Unpublished = False,
     limit: Annotated[int, typer.Option(help="Only the first questions; 0 asks all.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 64,
-    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
-    threshold: Annotated[float, typer.Option(help="Probability from which a token is committed.")] = DECODING.threshold,
-    width: Annotated[int, typer.Option(help="best-of-n: most candidates per pass, N.")] = DECODING.width,
-    tau: Annotated[float, typer.Option(help="best-of-n: weight of the scorer.")] = DECODING.tau,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer; a task may set less.")] = 1024,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    decode: DecodeConfig = DecodeConfig(max_new_tokens=1024),
+    device: Device = "auto",
+    dtype: Dtype = "float32",
     harness: Annotated[
-        bool, typer.Option("--harness", help="Let lm-evaluation-harness ask, and compare; its own tasks work too.")
+        bool, typer.Option("--harness", help="Let lm-evaluation-harness ask; --task names tasks of its own.")
     ] = False,
     self_check: Annotated[bool, typer.Option("--self-check", help="Grade the published answers instead.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Instead: paired difference of two folders, one task's each.")
     ] = None,
 ) -> None:
-    """Answer a benchmark's questions and grade them; stopped, it goes on with the next question."""
+    """Answer a benchmark's questions and grade the answers; a run that was stopped resumes where it was."""
+    if compare is not None:
+        from freda.eval.report import compare as comparing
+
+        print(comparing.compared_line(comparing.compare(*compare)))
+        return
     from freda.eval import command
 
-    if compare is not None:
-        command.compare_folders(*compare)
-        return
-    task, data = command.own_questions(model, task, data)
-    if download:
-        command.download_tasks(task, data)
-        if model is None and not self_check:
-            return
+    if not harness:
+        task, data = command.own_questions(model, task, data)
+        if download:
+            command.download_tasks(task, data)
+            if model is None and not self_check:
+                return
     if self_check:
-        if not command.check_graders(task, data):
+        if not command.check_graders(task, data or Path("benchmarks")):
             raise typer.Exit(1)
         return
     if model is None or not task:
         raise FredaError("name a model and a --task, or check the graders with --self-check")
-    settings = DecodeConfig(passes=passes, threshold=threshold, width=width, tau=tau, max_new_tokens=max_new_tokens)
-    what: dict[str, Any] = {"tasks": task, "data": data, "limit": limit, "unpublished": unpublished, "out": out}
-    how: dict[str, Any] = {"settings": settings, "batch_size": batch_size, "device": device, "dtype": dtype}
-    (command.ask_by_harness if harness else command.evaluate_tasks)(command.Asked(model=model, **what, **how))
+    what: dict[str, Any] = {"tasks": task, "data": data or Path("benchmarks"), "out": out, "settings": decode}
+    how: dict[str, Any] = {"limit": limit, "unpublished": unpublished, "batch_size": batch_size}
+    job = command.EvalJob(model=model, **what, **how, device=device, dtype=dtype)
+    (command.ask_by_harness if harness else command.evaluate_tasks)(job)
 
 
 @app.command(
@@ -359,26 +336,27 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Folder for sweep.json, the tables and the figures.")] = Path("runs/sweep"),
     data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
     draw: Annotated[Path | None, typer.Option(help="Instead: a sweep.json, or its folder, to draw again.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
-    unpublished: Annotated[
-        bool, typer.Option("--unpublished", help="Ask files whose checksum is not the benchmark's.")
-    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    unpublished: Unpublished = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Measure systems over passes, thresholds and candidates; the paper's tables and figures of them."""
+    """Measure systems over passes, thresholds and candidates, and draw the paper's tables and figures of them."""
     if (config is None) == (draw is None):
         raise FredaError("give a config to measure, or --draw FILE to draw what was measured")
-    from freda.eval.command import draw_sweep, measure_sweep
-    from freda.eval.config import load_sweep
-
     if config is not None:
+        from freda.eval.config import load_sweep
+
+        file = load_sweep(config, set_)  # a wrong config fails before torch is loaded
+        from freda.eval.sweep import run_sweep
+
         try:
-            place = {"device": device, "dtype": dtype}
-            measure_sweep(load_sweep(config, set_), data, out, unpublished=unpublished, note=note, **place)
+            run_sweep(file, data, out, device=device, dtype=dtype, unpublished=unpublished, note=note)
         except KeyboardInterrupt:
-            note("interrupted; the same command goes on with it")
+            note("interrupted; the same command resumes where it was")
             raise typer.Exit(130) from None
+    from freda.eval.report.write import draw_sweep
+
     for path in draw_sweep(draw or out, out):
         print(path)
 
@@ -422,7 +400,7 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
         if debug:
             traceback.print_exc()
         told_by_first = isinstance(error, AgreedError | UsageError) and os.environ.get("RANK", "0") != "0"
-        return 2 if told_by_first else _complain(error, 2)
+        return 2 if told_by_first else _complain(_usage(error), 2)
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 0
@@ -430,6 +408,16 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
         if debug:
             traceback.print_exc()
         return _complain(f"{error.strerror or error}: {error.filename or 'while writing'}", 2)
+
+
+def _usage(error: Exception) -> str:
+    """What an error says; one of wrong usage with the nearest option, or, where something is missing, an example."""
+    if not isinstance(error, UsageError):
+        return str(error)
+    message = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    example = (getattr(command, "epilog", None) or "").split("**")[1:2]
+    return f"{message}; for example: {example[0]}" if "Missing" in message and example else message
 
 
 def _complain(problem: Any, code: int) -> int:

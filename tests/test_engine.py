@@ -17,7 +17,7 @@ from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.pages import Pages
-from freda.decode.request import Event, Output, Pass, QueueFull, Request
+from freda.decode.request import Event, Pass, QueueFull, Request
 from freda.errors import FredaError
 from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from freda.methods.config import MethodConfig
 
 from freda.cli import run
 from freda.data.config import CorpusConfig
@@ -25,10 +24,11 @@ from freda.eval.run import solution_batch, teacher_forced
 from freda.eval.stability import stability
 from freda.eval.sweep import NEVER, Setting, passes_settings, read_sweep, run_sweep, settings_of
 from freda.eval.tasks import load_examples, mmlu, sums
-from freda.eval.tasks.task import Example, checksum
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.eval.task import Example, checksum
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
+from freda.folders.model_folder import LoadedModel, save_model
 from tests.conftest import answering_model
 
 SYSTEM = SystemConfig(models=("x",))

@@ -16,7 +16,7 @@ from pathlib import Path
 import freda
 from freda.eval.sweep import NEVER
 from freda.eval.tasks import load_examples, tasks_named
-from freda.eval.tasks.task import Example
+from freda.eval.task import Example
 from freda.methods import METHODS
 from freda.folders.resolve import ASSETS
 

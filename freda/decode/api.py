@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, overload
 
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.engine import Engine, Handle
-from freda.decode.request import Output, Pass, Request, stop_strings
+from freda.decode.generate import generate
+from freda.decode.request import Output, Pass, Request, Watch, stop_strings
 from freda.decode.stops import StopMatcher, cut_at_stop
 from freda.errors import FredaError, require
 from freda.folders.model_folder import LoadedModel, load_model
@@ -78,13 +79,7 @@ class Model:
         """
         how = {"method": method, "stop": stop_strings(stop), **checked(settings)}
         if isinstance(prompts, str):
-            handle = self.engine.submit(self.request(prompts, **how))
-            try:
-                output = handle.result()
-            finally:
-                handle.cancel()  # if it was interrupted: whoever catches that may keep the handle alive
-            require(output.finish != "error", output.error)
-            return self._completion(output, how["stop"])
+            return self.complete(self.request(prompts, **how))
         Request(prompt=(), **how)  # what is wrong with all of them is an error
         outputs, asked = dict[int, Output](), dict[int, Request]()
         for index, prompt in enumerate(prompts):
@@ -105,20 +100,70 @@ class Model:
         stop: str | Sequence[str] = (),
         drafts: bool = False,
         **settings: Any,
-    ) -> Iterator[str | Pass]:
+    ) -> Stream:
         """The text as its blocks are committed; with `drafts`, every pass over a block as well.
 
         Ending the iteration early cancels the request.
         """
         request = self.request(prompt, method=method, stop=stop, watch=drafts, **checked(settings))
-        return self._streamed(self.engine.submit(request), stop_strings(stop))
+        return Stream(self.engine.submit(request), StopMatcher(self.loaded.tokenizer.decode, stop_strings(stop)))
+
+    def complete(self, request: Request, watch: Watch | None = None) -> Completion:
+        """Run one request to its end; `watch` gets its passes, if it is a watched one."""
+        handle = self.engine.submit(request)
+        try:
+            for event in handle:
+                if watch is not None and isinstance(event, Pass):
+                    watch(event)
+            return self._checked(handle.result(), request)
+        finally:
+            handle.cancel()  # if it was interrupted: whoever catches that may keep the handle alive
+
+    def reference(self, request: Request, watch: Watch | None = None) -> Completion:
+        """Run one request with `generate`, the plain loop that the engine must equal."""
+        tokenizer, stops = self.loaded.tokenizer, stop_strings(request.stop)
+
+        def stopped(tokens: Sequence[int]) -> bool:
+            return StopMatcher(tokenizer.decode, stops).feed(tokens)
+
+        method = self.engine.check(request)
+        options: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "stopped": stopped if stops else None}
+        output = generate(self.loaded.parts, method, [request], **options, watch=watch)[0]
+        return self._checked(output, request)
 
     def request(self, prompt: str, **settings: Any) -> Request:
         """The request for a prompt; `settings` are fields of `Request`."""
         return Request(prompt=self.loaded.tokenizer.encode(prompt), **settings)
 
-    def _streamed(self, handle: Handle, stop: Sequence[str]) -> Iterator[str | Pass]:
-        matcher = StopMatcher(self.loaded.tokenizer.decode, stop)
+    def _checked(self, output: Output, request: Request) -> Completion:
+        require(output.finish != "error", output.error)
+        return self._completion(output, stop_strings(request.stop))
+
+    def _completion(self, output: Output, stop: Sequence[str]) -> Completion:
+        return Completion(**vars(output), text=cut_at_stop(self.loaded.tokenizer.decode(output.tokens), stop))
+
+
+class Stream(Iterator[str | Pass]):
+    """The pieces of a text as they become final, among them passes if the request is watched."""
+
+    def __init__(self, handle: Handle, matcher: StopMatcher) -> None:
+        self._handle, self._pieces = handle, self._read(handle, matcher)
+
+    def __next__(self) -> str | Pass:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Cancel the request, unless it has finished."""
+        self._pieces.close()
+        self._handle.cancel()
+
+    @property
+    def output(self) -> Output | None:
+        """The tokens and forwards of the request; None before its end."""
+        return self._handle.result() if self._handle.finished else None
+
+    @staticmethod
+    def _read(handle: Handle, matcher: StopMatcher) -> Generator[str | Pass, None, None]:
         try:
             for event in handle:
                 if isinstance(event, Pass):
@@ -130,9 +175,6 @@ class Model:
                 require(event.finish != "error", event.error)
         finally:
             handle.cancel()
-
-    def _completion(self, output: Output, stop: Sequence[str]) -> Completion:
-        return Completion(**vars(output), text=cut_at_stop(self.loaded.tokenizer.decode(output.tokens), stop))
 
 
 def checked(settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -131,19 +131,7 @@ class Engine:
 
     def submit(self, request: Request) -> Handle:
         """Queue a request. One that can never run is refused at once; `QueueFull` means: try again later."""
-        method = method_named(request.method, self.loaded.method)
-        method.check(self.loaded.parts, request, request.prompt)
-        length = len(request.prompt) + request.max_new_tokens
-        require(
-            length <= self.max_length,
-            f"prompt and answer have {length} tokens, the limit is {self.max_length}; "
-            f"shorten the prompt or ask for fewer new tokens",
-        )
-        needed = self.pages.needed(length + method.layout.block)
-        require(
-            needed <= self.pages.count,
-            f"the request needs {needed} pages, the engine has {self.pages.count}; ask for fewer tokens or raise pages",
-        )
+        method = self.check(request)
         reason = method.off_device(self.loaded.parts, request)
         if self._machine is not None and reason:
             self._explain(f"a request needs the plain path: {reason}")
@@ -161,6 +149,23 @@ class Engine:
             self.waiting.append(sequence)
         self._sweep()
         return handle
+
+    def check(self, request: Request) -> Method:
+        """Refuse a request that can never run; returns its method."""
+        method = method_named(request.method, self.loaded.method)
+        method.check(self.loaded.parts, request, request.prompt)
+        length = len(request.prompt) + request.max_new_tokens
+        require(
+            length <= self.max_length,
+            f"prompt and answer have {length} tokens, the limit is {self.max_length}; "
+            f"shorten the prompt or ask for fewer new tokens",
+        )
+        needed = self.pages.needed(length + method.layout.block)
+        require(
+            needed <= self.pages.count,
+            f"the request needs {needed} pages, the engine has {self.pages.count}; ask for fewer tokens or raise pages",
+        )
+        return method
 
     def completed(self, requests: Iterable[Request]) -> Generator[tuple[int, Output], None, None]:
         """Run requests and keep the engine full; yields (index, output) as each finishes, whatever the order.

@@ -22,17 +22,17 @@ from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
 
 MOST_TOKENS = 65_536  # that an engine on a CPU has pages for, unless it is told how many
-FREE_PART = 0.5  # of a GPU's free memory that pages may take: prompts and graphs need some, too
+FREE_PART = 0.8  # of a GPU's free memory that pages may take: prompts and graphs need some, too
 
 
 def page_count(model: Transformer, page_size: int, max_batch: int, needed: int) -> int:
-    """Pages of an engine: enough for `max_batch` sequences of `needed` pages, but for one at least, as memory allows."""
+    """Pages of an engine: for `max_batch` sequences of `needed` pages each, or for fewer, if memory is short."""
     config, weight = model.config, model.embed_tokens.weight
     most = MOST_TOKENS // page_size
     if weight.is_cuda:
-        tokens_size = 2 * config.layers * config.kv_heads * config.head_dim * weight.element_size()
+        token_size = 2 * config.layers * config.kv_heads * config.head_dim * weight.element_size()
         free, _ = torch.cuda.mem_get_info(weight.device)
-        most = int(FREE_PART * free) // (page_size * tokens_size)
+        most = int(FREE_PART * free) // (page_size * token_size)
     return max(needed, min(most, max_batch * needed)) + 1
 
 

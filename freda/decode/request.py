@@ -34,13 +34,13 @@ class Request(DecodeConfig):
 
 def stop_strings(stop: object) -> tuple[str, ...]:
     """Stop strings as a tuple; one string alone is one stop string."""
-    given = (stop,) if isinstance(stop, str) else stop
-    require(isinstance(given, Iterable), f"stop is {stop!r}; use a string or a list of strings")
-    words: tuple[object, ...] = tuple(given)  # type: ignore[arg-type]
+    if not isinstance(stop, Iterable):
+        raise FredaError(f"stop is {stop!r}; use a string or a list of strings")
+    words = (stop,) if isinstance(stop, str) else tuple(stop)
     for word in words:
         require(isinstance(word, str), f"a stop string is {word!r} ({type(word).__name__}); use strings")
         require(bool(word), "a stop string is empty; omit it")
-    return words  # type: ignore[return-value]
+    return words
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.decode.config import DecodeConfig
-from freda.eval.config import SweepConfig
 from freda.methods.draft import Draft, Prediction, Rules, advance, clean_mask, likeliest, loss_and_hit
 from freda.methods.method import Layout, Method, Step, Work
 from freda.model.head import Logits
@@ -77,10 +75,6 @@ class Autoregressive(Method):
         made[:, 1:] = likeliest(next_token_logits(parts, batch), batch.tokens.shape).ids[:, :-1]
         for _ in range(passes):
             yield made
-
-    def schedule(self, part: str, sweep: SweepConfig, own: DecodeConfig) -> list[dict[str, float]]:
-        """Nothing to vary: one point of the Pareto figure."""
-        return [{}] if part in ("pareto", "tau") else []
 
 
 def next_token_logits(parts: Parts, batch: Batch) -> Logits:

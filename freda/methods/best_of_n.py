@@ -19,7 +19,6 @@ from torch import Tensor
 from freda.data.loader import Batch
 from freda.decode.config import DecodeConfig
 from freda.errors import require
-from freda.eval.config import SweepConfig
 from freda.methods.candidates import choose, marginal_cost_beam, merge_candidates, propose, sample
 from freda.methods.draft import Candidates, CleanHalf, Prediction, Sampling, clean_half, draw, likeliest, predict
 from freda.methods.method import Method, Step, Work
@@ -302,14 +301,6 @@ class BestOfN(Refining):
     def predict(self, logits: Tensor, sampling: Sampling | None, position: Tensor) -> Prediction:
         """A token and its runner-up for every position of logits (R, B, V)."""
         return predict(logits, sampling, position, runner_up=True)
-
-    def schedule(self, part: str, sweep: SweepConfig, own: DecodeConfig) -> list[dict[str, float]]:
-        """As for self-refinement, and the weights of the scorer and the numbers of candidates."""
-        if part == "tau":
-            return [{"tau": tau} for tau in sweep.taus]
-        if part == "width":
-            return [{"passes": k, "width": n} for k in sweep.width_passes for n in sweep.widths]
-        return super().schedule(part, sweep, own)
 
 
 def _truth_and_draws(logits: Tensor, truth: Tensor, point: Tensor) -> tuple[Tensor, ...]:

@@ -2,8 +2,8 @@
 
 A method is a subclass of `Method` whose fields are the keys of the `[method]` section. Training calls `start_from`,
 `labels`, `loss`, `validate` and `flops`; decoding calls `candidates`, `choose`, `predict` and `update` around each
-forward; a sweep asks for its `schedule`. Adding a method is a file in this folder and a line in `__init__`: nothing
-outside this folder asks which method it has.
+forward; a sweep varies the settings that `axes` names. Adding a method is a file in this folder and a line in
+`__init__`: nothing outside this folder asks which method it has.
 
 `Method` itself has the defaults of a block method in the paper's layout: a draft in its own rows, each position
 predicting its own token.
@@ -21,7 +21,6 @@ from torch import Tensor
 from freda.data.loader import Batch
 from freda.decode.config import DecodeConfig
 from freda.errors import FredaError, require
-from freda.eval.config import SweepConfig
 from freda.methods.draft import (
     Candidates,
     Draft,
@@ -41,7 +40,7 @@ from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.shapes import head_parameters, layer_parameters
 from freda.model.transformer import Transformer
-from freda.sections import knob
+from freda.sections import build, knob
 
 NEVER = 2.0  # a commitment threshold that no probability reaches
 
@@ -89,7 +88,7 @@ class Method:
     """One way to train and decode; its fields are its settings."""
 
     axes: ClassVar[tuple[str, ...]] = ("passes", "threshold")  # settings of decoding that change what it writes
-    refines: ClassVar[bool] = False  # may a later pass change a token? Then a sweep measures how stable drafts are
+    refines: ClassVar[bool] = False  # may a later pass change a token? A sweep then measures how stable drafts are
     streams: ClassVar[int] = 2  # token streams with gradient for each clean token: the clean half and the draft
 
     name: str = dataclasses.field(default="", init=False, metadata={"help": "which method"})
@@ -120,7 +119,8 @@ class Method:
         missing = next((key for key in keys if key not in section), None)
         if missing is not None:
             raise FredaError(f"the freda section of config.json has no {missing}; write the model again")
-        return cls(**{key: section[key] for key in keys})
+        restored: Self = build(cls, {key: section[key] for key in keys}, "method.")
+        return restored
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -239,17 +239,3 @@ class Method:
             logits = draft_logits(backbone, self.embed(backbone, ids, alpha), clean)
             draft = self.update(draft, likeliest(logits, draft.ids.shape), rules)
             yield draft.ids.view_as(batch.tokens)
-
-    def schedule(self, part: str, sweep: SweepConfig, own: DecodeConfig) -> list[dict[str, float]]:
-        """The settings that one part of a sweep varies, as changes to the system's `own`.
-
-        A method that refines has passes × thresholds; one that reveals tokens for good (here) its static schedules of 1
-        to B passes, and threshold decoding with B passes.
-        """
-        size = self.block_size
-        if part == "passes":
-            return [{"passes": k, "threshold": NEVER} for k in sweep.passes if k <= size]
-        if part == "pareto":
-            static = [{"passes": k, "threshold": NEVER} for k in range(1, size + 1)]
-            return static + [{"passes": size, "threshold": eta} for eta in sweep.thresholds]
-        return [{}] if part == "tau" else []

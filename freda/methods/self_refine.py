@@ -17,7 +17,6 @@ from torch import Tensor
 from freda.data.loader import Batch
 from freda.decode.config import DecodeConfig
 from freda.errors import require
-from freda.eval.config import SweepConfig
 from freda.methods.draft import (
     CleanHalf,
     Draft,
@@ -114,15 +113,6 @@ class Refining(Method):
         """One greedy pass over the drafts of all blocks of packed rows: its logits (R, L) and the drafts it leaves."""
         logits = self.pass_logits(backbone, clean, draft)
         return logits, self.refined(draft, likeliest(logits, draft.ids.shape))
-
-    def schedule(self, part: str, sweep: SweepConfig, own: DecodeConfig) -> list[dict[str, float]]:
-        """Passes with early stopping by the threshold up to `early_stop_passes`; all passes × thresholds."""
-        if part == "passes":
-            stops = sweep.early_stop_passes
-            return [{"passes": k, "threshold": own.threshold if k <= stops else NEVER} for k in sweep.passes]
-        if part == "pareto":
-            return [{"passes": k, "threshold": eta} for k in sweep.passes for eta in sweep.thresholds]
-        return super().schedule(part, sweep, own)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Where a model runs and in which precision: `auto` is a GPU in bfloat16 where there is one, else the CPU in float32."""
+"""Where a model runs, and in which precision: `auto` is a GPU and bfloat16, or without one the CPU and float32."""
 
 from __future__ import annotations
 
