@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from freda.cli import run
-from freda.data.config import CorpusConfig
+from freda.data.config import CorpusConfig, load_prepare
 from freda.data.tokenizer import BLANK_TEXT, train_tokenizer
 from freda.model.config import ModelConfig
 from freda.train import config as configs
@@ -219,7 +219,7 @@ def test_prepare_says_what_is_wrong(corpus: Path, capsys: pytest.CaptureFixture[
         (("--set", "source.stories.share=-1"), "source.stories: share is -1.0; use a positive number"),
         (("--set", "source.a/b.path=x"), "[source.a/b] has a name that is no file name"),
         (("--set", "prepare.tokenizer=nowhere"), "there is no folder"),
-        (("--set", "prepare.eos=<end>"), "it has no token '<end>', which is to end documents"),
+        (("--set", "prepare.eos=<end>"), "it has no token '<end>'"),
         (("--workers", "-1"), "workers is -1; use 1 or more, or 0 for one per core"),
     ):
         assert message in fails(capsys, "prepare", config, out, *data, *arguments)
@@ -246,7 +246,7 @@ def test_bench_data(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_shipped_data_configs_are_the_papers_mixture() -> None:
     for name in ("data-paper", "data-mini"):
-        config = configs.load(Path(__file__).parent.parent / "configs" / f"{name}.toml")
+        config = load_prepare(Path(__file__).parent.parent / "configs" / f"{name}.toml")
         shares = sorted(source.share for source in config.source.values())
         assert sum(shares) == pytest.approx(1.0) and {0.36, 0.22, 0.02} <= set(shares)
         assert {"gsm8k", "math500", "humaneval", "mmlu"} <= config.benchmark.keys()
