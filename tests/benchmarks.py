@@ -16,9 +16,16 @@ import pytest
 from freda.data.config import CorpusConfig, MiniConfig
 from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
-from freda.eval.tasks import TASKS, gpqa
+from freda.eval.tasks import TASKS
+from freda.eval.tasks.gpqa import COLUMNS
 
 ODD = " {{7 * 7}} {% raw %} 'a' \"b\" <c> & naïve — π\t"  # nothing of it may be taken for a template, or changed
+
+
+def resize(patch: pytest.MonkeyPatch, **rows: int) -> None:
+    """Let tasks expect files of these many rows, which are not the published ones."""
+    for name, count in rows.items():
+        patch.setitem(TASKS, name, dataclasses.replace(TASKS[name], rows=count, checksum=""))
 
 
 @contextlib.contextmanager
@@ -27,10 +34,7 @@ def written(folder: Path) -> Iterator[None]:
     counts = {"gsm8k": 16, "math500": 6, "humaneval": 3, "humaneval_plus": 3, "mbpp": 7, "gpqa_diamond": 12}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)  # runs programs for a second
-        for name, count in {**counts, "mmlu": 5, "sums": 16, "mini_math": 16, "mini_code": 3, "mini_logic": 5}.items():
-            patch.setattr(TASKS[name], "ROWS", count)
-            patch.setattr(TASKS[name], "CHECKSUM", "")  # these are not the published questions
-        patch.setattr(TASKS["mmlu"], "SUBJECTS", 2)
+        resize(patch, **counts, mmlu=5, sums=16, mini_math=16, mini_code=3, mini_logic=5)
         write_texts(folder)
         write_programs(folder)
         write_choices(folder)
@@ -102,5 +106,5 @@ def write_choices(folder: Path) -> None:
     (folder / "gpqa").mkdir()
     with open(folder / "gpqa" / "gpqa_diamond.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["Id", *gpqa.COLUMNS])
+        table.writerow(["Id", *COLUMNS])
         table.writerows([[n, f"{n}{ODD}", f"right {n} ", "NA", f"{ODD}b", "1e3"] for n in range(12)])

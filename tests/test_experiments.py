@@ -28,9 +28,8 @@ from freda.data.shards import Manifest, SplitInfo
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
 from freda.eval.config import load_sweep
-from freda.eval.report.tables import Sweep
-from freda.eval.sweep import read_sweep
-from freda.eval.tasks import TASKS, load_examples
+from freda.eval.report.points import Sweep, read_sweep
+from freda.eval.tasks import TASKS
 from freda.methods.config import MethodConfig
 from freda.model.weights import load_model
 from freda.train import config as configs
@@ -358,7 +357,7 @@ def test_the_main_numbers_of_the_page_are_those_of_the_points(report: ModuleType
 def test_groups_ablations_and_speed_up_of_the_page(report: ModuleType) -> None:
     page = report.PAGE.read_text(encoding="utf-8")
     tokenizer, found = Tokenizer.load(report.SHIPPED), rights("a")
-    logic, sums = (load_examples(TASKS[name], report.SHIPPED / "data", 0) for name in ("mini_logic", "mini_math"))
+    logic, sums = (TASKS[name].examples(report.SHIPPED / "data") for name in ("mini_logic", "mini_math"))
     third = [place for place, example in enumerate(logic) if example.group == "walk 3"]
     given = [place for place, example in enumerate(sums) if len(tokenizer.encode(example.prompt)) % 4 == 2]
     systems = ("base", "autoregressive", "block-diffusion", "self-refine", "best-of-n")

@@ -18,6 +18,7 @@ from freda.errors import FredaError
 from freda.model import folders
 from freda.model.folders import model_path, packaged, resolve_model_folder
 from freda.model.weights import load_model
+from tests.benchmarks import resize
 from tests.stand_in import EASY, write_stand_in
 
 
@@ -62,10 +63,7 @@ def test_a_run_that_starts_from_a_packaged_model_keeps_its_folder(stand_in: Path
 def test_the_packaged_model_brings_its_questions(
     stand_in: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from freda.eval.tasks import mini_code, mini_logic, mini_math
-
-    for task in (mini_math, mini_code, mini_logic):
-        monkeypatch.setattr(task, "ROWS", 4)
+    resize(monkeypatch, mini_math=4, mini_code=4, mini_logic=4)
     quick = ["--limit", "2", "--max-new-tokens", "8", "--device", "cpu"]
     assert run(["eval", "mini", *quick]) == 0
     lines = capsys.readouterr().out.splitlines()
