@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def load(path: Any, device: str = "auto", dtype: str = "float32", **engine: int) -> Model:
+def load(path: Any, device: str = "auto", dtype: str = "auto", **engine: Any) -> Model:
     """A model or run folder, ready to generate; see `freda.decode.api`."""
     from freda.decode.api import load as load_model  # torch is loaded when it is needed, not with the package
 

@@ -18,9 +18,9 @@ import typer
 
 from freda import __version__
 from freda.bench.command import bench
-from freda.decode.config import DecodeConfig
+from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import AgreedError, FredaError, note
-from freda.options import Device, Dtype, Settings, decode_options
+from freda.options import Device, Dtype, Method, ModelPath, Settings, Stop, decode_options
 
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -32,11 +32,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Language models that draft a block of tokens, look at their own draft, and refine it.",
-    epilog="Start with **freda chat mini**, a model that comes along, and **freda demo**, which trains four small ones "
-    "and shows one refining, in a few minutes on two cores.",
+    epilog="Start with **freda chat mini**, a bundled model, and **freda demo**, which trains four small ones and "
+    "shows one refining its drafts, in a few minutes on two cores.",
 )
 
-DECODING = DecodeConfig()
 Unpublished = Annotated[
     bool, typer.Option("--unpublished", help="Accept benchmark files whose checksum is not the published one.")
 ]
@@ -52,7 +51,9 @@ def _version(wanted: bool) -> None:
 def _options(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -62,7 +63,7 @@ def _options(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the corpus, the models and results.json.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Seed of the corpus, the weights and all noise.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps only: tries the way, not the models.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke test: a few steps of everything.")] = False,
 ) -> None:
     """Train four small models on word problems and watch one refine its drafts."""
     from freda.demo import run_demo
@@ -160,65 +161,34 @@ def train(
     epilog="Examples: **freda generate mini $'Q: Mia has 4500 coins. She loses 312. How many?\\nA:' --show-drafts**; "
     '**freda generate runs/demo/self-refine "Q: Mia has 12 shells." --json**'
 )
+@decode_options
 def generate(
-    model: Annotated[Path, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")],
+    model: ModelPath,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
-    method: Annotated[
-        str | None,
-        typer.Option(help="best-of-n, self-refine, block-diffusion or autoregressive; the model's own by default."),
-    ] = None,
-    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
-    threshold: Annotated[
-        float, typer.Option(help="Probability from which a token is committed; over 1: never.")
-    ] = DECODING.threshold,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = DECODING.max_new_tokens,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = DECODING.temperature,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = DECODING.top_p,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = DECODING.seed,
-    width: Annotated[int, typer.Option(help="best-of-n: most candidates per pass, N.")] = DECODING.width,
-    tau: Annotated[float, typer.Option(help="best-of-n: weight of the scorer.")] = DECODING.tau,
-    swaps: Annotated[int, typer.Option(help="best-of-n: most positions a candidate changes, R.")] = DECODING.swaps,
-    candidates: Annotated[
-        str, typer.Option(help="best-of-n: beam, the cheapest changes to the draft, or sampled, random draws.")
-    ] = DECODING.candidates,
-    select: Annotated[str, typer.Option(help="best-of-n: argmax, or gumbel to choose by chance.")] = DECODING.select,
-    stop: Annotated[list[str], typer.Option(help="A text that ends the answer; may be repeated.")] = [],  # noqa: B006
-    reference: Annotated[bool, typer.Option("--reference", help="The plain loop instead of the engine.")] = False,
+    method: Method = None,
+    decode: DecodeConfig = DecodeConfig(),
+    stop: Stop = [],  # noqa: B006
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Decode with the plain loop that the engine must equal.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Show every pass of every block.")] = False,
     pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.15,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Continue a text."""
-    from freda.decode.complete import complete
+    from freda.decode.command import complete
 
-    settings = {
-        "max_new_tokens": max_new_tokens,
-        "passes": passes,
-        "threshold": threshold,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "width": width,
-        "tau": tau,
-        "swaps": swaps,
-        "candidates": candidates,
-        "select": select,
-    }
     text = sys.stdin.read() if prompt == "-" else prompt
-    place = {"device": device, "dtype": dtype}
-    seen = pause if show_drafts else None
-    answer = complete(model, text, settings, method=method, stop=stop, reference=reference, **place, pause=seen)
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "pause": pause if show_drafts else None}
+    answer = complete(model, text, decode, method=method, stop=stop, reference=reference, **place)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
     print(answer["text"])
-    print(
-        f"{len(answer['tokens'])} tokens in {answer['nfe']} forwards: {answer['tpf']:.2f} tokens per forward, "
-        f"{answer['seconds']:.2f} s ({answer['method']})",
-        file=sys.stderr,
-    )
+    counts = f"{len(answer['tokens'])} tokens in {answer['nfe']} forwards: {answer['tpf']:.2f} tokens per forward"
+    print(f"{counts}, {answer['seconds']:.2f} s ({answer['method']})", file=sys.stderr)
 
 
 @app.command(
@@ -226,35 +196,38 @@ def generate(
     "**echo 'Mia has 4500 coins. She loses 312. How many does she have in the end?' | freda chat mini**. "
     "In it: /reset, /set passes=2, /help, /quit"
 )
+@decode_options
 def chat(
-    model: Annotated[Path, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")],
-    method: Annotated[str | None, typer.Option(help="Decode as another method than the model's own.")] = None,
-    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
-    threshold: Annotated[float, typer.Option(help="Probability from which a token is committed.")] = DECODING.threshold,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = DECODING.temperature,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = DECODING.seed,
+    model: ModelPath,
+    method: Method = None,
+    decode: DecodeConfig = DecodeConfig(max_new_tokens=256),
+    system: Annotated[str, typer.Option(help="System prompt, for a model that has a chat template.")] = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue what is typed as it is: no template, no Q: and A:.")
     ] = False,
     drafts: Annotated[
-        bool | None, typer.Option(help="Show every pass of every block; by default if stdout is a terminal.")
+        bool | None,
+        typer.Option(
+            "--show-drafts/--no-drafts",
+            "--drafts",
+            help="Show every pass of every block; by default if stdout is a terminal.",
+        ),
     ] = None,
     pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.05,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Ask a model questions and watch it refine its answers."""
-    from freda.decode.api import load
-    from freda.decode.chat import Chat, messages, reader, suggestions, talk
+    from freda.decode.api import Model
+    from freda.decode.chat import Chat, messages, reader, talk
+    from freda.decode.command import open_model
 
-    settings = {"passes": passes, "threshold": threshold, "max_new_tokens": max_new_tokens}
-    settings |= {"temperature": temperature, "seed": seed}
-    conversation = Chat(load(model, device, dtype, max_batch=1), settings, method=method, raw=raw)
+    opened = Model(open_model(model, device, dtype, method=method), EngineConfig(max_batch=1), name=str(model))
+    conversation = Chat(opened, decode, method=method, raw=raw, system=system)
     if sys.stdin.isatty():
-        note(f"{model}: ask; /help says what else there is{suggestions(model)}")
+        note(f"{model}: ask; /help says what else there is{conversation.suggestions()}")
     shown = sys.stdout.isatty() if drafts is None else drafts
-    talk(conversation, messages(reader(sys.stdin)), sys.stdout, drafts=shown, pause=pause)
+    talk(conversation, messages(reader(sys.stdin)), sys.stdout, drafts=shown, pause=pause, keep=bool(drafts))
 
 
 @app.command(epilog="Example: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**")
@@ -310,7 +283,7 @@ def evaluate_(
     batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 64,
     decode: DecodeConfig = DecodeConfig(max_new_tokens=1024),
     device: Device = "auto",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     harness: Annotated[
         bool, typer.Option("--harness", help="Let lm-evaluation-harness ask; --task names tasks of its own.")
     ] = False,
@@ -355,7 +328,7 @@ def sweep(
     data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
     draw: Annotated[Path | None, typer.Option(help="Instead: a sweep.json, or its folder, to draw again.")] = None,
     device: Device = "auto",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     unpublished: Unpublished = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
@@ -422,7 +395,7 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
         if debug:
             traceback.print_exc()
         told_by_first = isinstance(error, AgreedError | UsageError) and os.environ.get("RANK", "0") != "0"
-        return 2 if told_by_first else _complain(error, 2)
+        return 2 if told_by_first else _complain(_usage(error), 2)
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 0
@@ -430,6 +403,16 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
         if debug:
             traceback.print_exc()
         return _complain(f"{error.strerror or error}: {error.filename or 'while writing'}", 2)
+
+
+def _usage(error: Exception) -> str:
+    """What an error says; one of wrong usage with the nearest option, or, where something is missing, an example."""
+    if not isinstance(error, UsageError):
+        return str(error)
+    message = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    example = (getattr(command, "epilog", None) or "").split("**")[1:2]
+    return f"{message}; for example: {example[0]}" if "Missing" in message and example else message
 
 
 def _complain(problem: Any, code: int) -> int:

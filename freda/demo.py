@@ -1,9 +1,9 @@
-"""`freda demo`: the whole way in a few minutes on two cores.
+"""`freda demo`: from a corpus to models that refine their drafts, in a few minutes on two cores.
 
 A corpus of word problems, an autoregressive base, and from the same weights with the same rows one continuation as
 block diffusion and one as self-refinement, which then gets a Best-of-N scorer; then a table of what each gets right
-with 1 to 4 passes, and three problems being refined pass by pass. Where a trained model comes with the package, it
-answers a question of each kind first, before anything is trained.
+with 1 to 4 passes, and three problems being refined pass by pass. The bundled model answers a question of each kind
+first, before anything is trained.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,29 +22,30 @@ from rich.table import Table
 
 from freda import __version__
 from freda.data.config import CorpusConfig
+from freda.data.mini import held_out
 from freda.data.prepare import prepare_corpus
 from freda.data.synthetic import Problem, grade, problems_of
 from freda.decode.api import Model
-from freda.decode.chat import held_out
 from freda.decode.config import EngineConfig
-from freda.decode.generate import Output, Pass, Request, generate
-from freda.decode.show import LiveDrafts, pass_line
+from freda.decode.request import Pass
+from freda.decode.show import LiveDrafts, legend, pass_line
 from freda.errors import FredaError
 from freda.eval.teacher_forcing import token_accuracy
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig, MethodName
 from freda.model.config import ModelConfig
 from freda.model.folders import packaged_folder
-from freda.model.weights import LoadedModel, load_model
+from freda.model.weights import load_model
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.loop import train
 
 PASSES = (1, 2, 3, 4)
+BATCH = 128  # problems solved side by side
 THRESHOLD = 0.9
 LONGEST_SOLUTION = 48  # tokens; the written ones have at most 33
 NOISE_MIN = 0.3  # of block diffusion: weights 1/t of small t add little but variance; 51 → 73 exact match (LOG.md)
 RESULTS, MARKER = "results.json", ".freda-demo"
-SHIPPED = Path("mini")  # the packaged model that answers first
+BUNDLED = Path("mini")  # the bundled model, which answers first
 LONGEST_ANSWER, PAUSE = 192, 0.1  # its tokens; seconds between its passes on a terminal
 
 
@@ -63,7 +63,7 @@ class Plan:
 
 
 def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
-    """The sizes of the demo; `quick` only tries the way."""
+    """The sizes of the demo; `quick` is a smoke test of a few steps."""
     base = TrainConfig(
         steps=700,
         batch_rows=8,
@@ -100,10 +100,10 @@ def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
 
 
 def run_demo(out: Path, *, seed: int, quick: bool) -> None:
-    """Everything: the table and the drafts on stdout, progress on stderr."""
+    """Run the whole demo: the table and the drafts go to stdout, progress to stderr."""
     begun, plan, console = time.perf_counter(), make_plan(out, seed, quick=quick), Console(highlight=False)
     _clear(out)
-    _show_shipped(console)
+    _show_bundled(console)
     say("1/6 writing a corpus of word problems")
     prepare_corpus(plan.corpus, out / "data")
     models = {}
@@ -118,7 +118,7 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
         models[name] = _train(plan, out / name, name, settings)
     say(f"6/6 solving {plan.test_problems} held-out problems with 1 to 4 passes")
     test = list(itertools.islice(problems_of(plan.corpus, "test"), plan.test_problems))
-    rows = [row for name, loaded in models.items() for row in _scores(name, loaded, test)]
+    rows = [row for name, model in models.items() for row in _scores(name, model, test)]
     console.print(_table(rows, plan.test_problems))
     _show_refinement(console, models["self-refine"], test)
     seconds = time.perf_counter() - begun
@@ -130,17 +130,17 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
 
 
 def _program() -> str:
-    """How this was called: .venv/bin/freda, if make did."""
+    """The name this was called by: .venv/bin/freda, if make did."""
     return sys.argv[0] if sys.argv[0].endswith("freda") else "freda"
 
 
 def say(message: str) -> None:
-    """Progress for the person who watches."""
+    """Show progress to the person who watches."""
     print(f"demo: {message}", file=sys.stderr, flush=True)
 
 
 def _clear(out: Path) -> None:
-    """Start anew where an earlier demo was, removing what it made and nothing else."""
+    """Empty the folder of an earlier demo: remove what that made and nothing else."""
     made = {"data", "autoregressive", "block-diffusion", "self-refine", "best-of-n", RESULTS, MARKER}
     found = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if found - made or (found and MARKER not in found):
@@ -151,32 +151,29 @@ def _clear(out: Path) -> None:
     (out / MARKER).write_text("A demo may be started anew in this folder.\n", encoding="utf-8")
 
 
-def _train(plan: Plan, folder: Path, name: MethodName, settings: TrainConfig) -> LoadedModel:
+def _train(plan: Plan, folder: Path, name: MethodName, settings: TrainConfig) -> Model:
     method = MethodConfig(name=name, noise_min=NOISE_MIN)
     config = RunConfig(data=plan.data, model=plan.model, method=method, train=settings)
     result = train(config, folder, name=name)
     if result.interrupted:
         raise FredaError(f"stopped by {result.interrupted}; start the demo again with: freda demo")
-    return load_model(folder)
+    return Model(load_model(folder), EngineConfig(max_batch=BATCH, max_length=plan.data.seq_len))
 
 
-def _scores(name: str, loaded: LoadedModel, test: list[Problem]) -> list[dict[str, Any]]:
+def _scores(name: str, model: Model, test: list[Problem]) -> list[dict[str, Any]]:
     """One row of the table for each number of passes."""
     rows = []
-    scores = METHODS[loaded.method.name].SCORES
+    scores = METHODS[model.loaded.method.name].SCORES
     for passes in (1,) if name == "autoregressive" else PASSES[1:] if scores else PASSES:
-        settings: dict[str, Any] = {
-            "passes": passes,
-            "threshold": THRESHOLD,
-            "max_new_tokens": LONGEST_SOLUTION,
-        }
+        settings: dict[str, Any] = {"passes": passes, "threshold": THRESHOLD, "max_new_tokens": LONGEST_SOLUTION}
         begun = time.perf_counter()
-        found = Model(loaded, EngineConfig(max_batch=128)).generate([problem.prompt for problem in test], **settings)
+        found = model.generate([problem.prompt for problem in test], **settings)
+        seconds = time.perf_counter() - begun
         right = sum(grade(problem, one.text) for problem, one in zip(test, found, strict=True)) / len(test)
         nfe, tokens = sum(one.nfe for one in found), sum(len(one.tokens) for one in found)
         score = {"n": len(test), "accuracy": right, "standard_error": (right * (1 - right) / len(test)) ** 0.5}
-        speed = {"nfe": nfe / len(test), "tpf": tokens / nfe, "seconds": time.perf_counter() - begun}
-        accuracy = None if scores else token_accuracy(loaded, test, passes)  # it is one of drafts without a choice
+        speed = {"nfe": nfe / len(test), "tpf": tokens / nfe, "seconds": seconds}
+        accuracy = None if scores else token_accuracy(model.loaded, test, passes)  # of drafts without a choice
         rows.append({"method": name, **settings, **score, **speed, "token_accuracy": accuracy})
     return rows
 
@@ -198,47 +195,38 @@ def _table(rows: list[dict[str, Any]], count: int) -> Table:
     return table
 
 
-def _show_shipped(console: Console) -> None:
-    """A held-out question of each kind, answered by the model that comes with the package; nothing if none does."""
-    folder = packaged_folder(SHIPPED)
+def _show_bundled(console: Console) -> None:
+    """A held-out question of each kind, answered by the bundled model; nothing where none is bundled."""
+    folder = packaged_folder(BUNDLED)
     if folder is None:
         return
-    say(f"first, three questions to {SHIPPED}, a model that comes with freda")
-    loaded = load_model(folder)
-    for question in held_out(folder):
+    questions = held_out(folder / "data")
+    say(f"first, {len(questions)} questions to {BUNDLED}, a model bundled with freda")
+    model = Model(load_model(folder), EngineConfig(max_batch=1))
+    for question in questions:
         console.print(question, style="blue", markup=False, soft_wrap=True)
-        request = Request(prompt=loaded.tokenizer.encode(question), max_new_tokens=LONGEST_ANSWER)
-        with LiveDrafts((), loaded.tokenizer, file=sys.stdout, pause=PAUSE) as drafts:
-            output = _answer(loaded, request, drafts)
-        console.print(loaded.tokenizer.decode(output.tokens).rstrip("\n"), markup=False, soft_wrap=True)
-        console.print(f"{len(output.tokens)} tokens in {output.nfe} forwards\n", style="dim")
-    say(f"more of it: {_program()} chat {SHIPPED}; now a tiny one is trained here")
+        with LiveDrafts((), model.loaded.tokenizer, file=sys.stdout, pause=PAUSE) as drafts:
+            found = model.complete(model.request(question, max_new_tokens=LONGEST_ANSWER, watch=True), drafts)
+        console.print(found.text.rstrip("\n"), markup=False, soft_wrap=True)
+        console.print(f"{len(found.tokens)} tokens in {found.nfe} forwards\n", style="dim")
+    say(f"ask it more with: {_program()} chat {BUNDLED}; now a tiny model is trained here")
 
 
-def _answer(loaded: LoadedModel, request: Request, watch: Callable[[Pass], None]) -> Output:
-    """By the plain loop; every pass is shown to `watch`."""
-    rule, stop_ids = METHODS[loaded.method.name], loaded.tokenizer.stop_ids
-    return generate(loaded.model, rule, loaded.method, [request], stop_ids=stop_ids, watch=watch)[0]
-
-
-def _show_refinement(console: Console, loaded: LoadedModel, test: list[Problem]) -> None:
+def _show_refinement(console: Console, model: Model, test: list[Problem]) -> None:
     """Three problems pass by pass, chosen so that something changes: solved, with a token revised on the way."""
-    console.print("\nThree problems being refined. A line is one pass over a block of four tokens,")
-    console.print("each with its probability: ✓ committed, ? open, no mark: given; ■ ends it.\n")
+    console.print("\nThree problems being refined:")
+    console.print(legend(), end="\n\n")
     shown = 0
     for problem in test:
         watched: list[Pass] = []
-        request = Request(
-            prompt=loaded.tokenizer.encode(problem.prompt), threshold=THRESHOLD, max_new_tokens=LONGEST_SOLUTION
-        )
-        output = _answer(loaded, request, watched.append)
-        solved = grade(problem, loaded.tokenizer.decode(output.tokens))
-        if not (solved and _revised(watched)) and problem is not test[-1]:
+        settings = {"threshold": THRESHOLD, "max_new_tokens": LONGEST_SOLUTION}
+        found = model.complete(model.request(problem.prompt, watch=True, **settings), watched.append)
+        if not (grade(problem, found.text) and _revised(watched)) and problem is not test[-1]:
             continue
         console.print(problem.prompt, style="blue", markup=False)
         for step in watched:
-            console.print(pass_line(step, loaded.tokenizer), soft_wrap=True)
-        console.print(f"{len(output.tokens)} tokens in {output.nfe} forwards\n", style="dim")
+            console.print(pass_line(step, model.loaded.tokenizer), soft_wrap=True)
+        console.print(f"{len(found.tokens)} tokens in {found.nfe} forwards\n", style="dim")
         shown += 1
         if shown == 3:
             return

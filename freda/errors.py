@@ -5,7 +5,9 @@ line prints it as one line and leaves with exit code 2. Everything else that can
 its traceback.
 """
 
+import shutil
 import sys
+import textwrap
 
 
 class FredaError(Exception):
@@ -28,5 +30,9 @@ def require(condition: bool, message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Something worth knowing, for the person who watches: answers go to stdout, this goes to stderr."""
-    print(f"freda: {message}", file=sys.stderr)
+    """Tell the person who watches something on stderr; a terminal's lines are broken between words."""
+    lines = f"freda: {message}".splitlines()
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines]
+    print("\n".join(lines), file=sys.stderr)

@@ -18,11 +18,11 @@ from freda.bench.hugging_face import borrowed, timed_generate
 from freda.cli import run
 from freda.data.tokenizer import Tokenizer
 from freda.decode import device, engine
-from freda.decode.batch import Request
 from freda.decode.config import EngineConfig
 from freda.decode.device import Program
 from freda.decode.generate import generate
 from freda.decode.pages import Pages
+from freda.decode.request import Request
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig

@@ -124,7 +124,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(
         "weights": (checkpoint, "write_files"),
         "moments": (checkpoint.HuggingFaceStorageWriter, "write_data"),
         "checksums": (checkpoint, "checksums"),
-        "pointer": (checkpoint, "_point"),
+        "pointer": (checkpoint, "write_whole"),
     }[where]
 
     def fills(self: checkpoint.Saver, model: Any, optimizer: Any, step: int, validation: float | None) -> None:
@@ -211,12 +211,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     spoil(run / "checkpoints" / "step-6" / name, how)
-    (run / "checkpoints" / "step-9.tmp").mkdir()  # left by a process that was killed
+    (run / "checkpoints" / "step-9.part").mkdir()  # left by a process that was killed
     assert resume(run).step == 6
     said = capsys.readouterr().err
     assert f"{run / 'checkpoints' / 'step-6'} is damaged ({name}" in said and "going on from" in said
     kept = {path.name for path in (run / "checkpoints").iterdir()}
-    assert "step-6.damaged" in kept and "step-9.tmp" not in kept
+    assert "step-6.damaged" in kept and "step-9.part" not in kept
     assert_bitwise(whole, run)
 
 
@@ -282,7 +282,7 @@ def test_killed_at_random_moments_a_run_loses_nothing(shards: Path, tmp_path: Pa
         child = fork(train_or_resume, run, shards, 0.04)
         deadline = time.monotonic() + (30 if number % 2 else dice.uniform(0.2, 0.8))
         while time.monotonic() < deadline and child.is_alive():
-            if number % 2 and any((run / "checkpoints").glob("*.tmp")):
+            if number % 2 and any((run / "checkpoints").glob("*.part")):
                 break
             time.sleep(0.002)
         time.sleep(dice.uniform(0, 0.04))
@@ -295,7 +295,7 @@ def test_killed_at_random_moments_a_run_loses_nothing(shards: Path, tmp_path: Pa
     assert last.exitcode == 0 and 0 < max(seen) < 24, f"the kills came at {seen}"
     loop.train(config(shards, steps=24, save_every=3), tmp_path / "whole")
     assert_bitwise(tmp_path / "whole", run)
-    assert not list((run / "checkpoints").glob("*.tmp")) and (run / "latest").read_text() == "step-24\n"
+    assert not list((run / "checkpoints").glob("*.part")) and (run / "latest").read_text() == "step-24\n"
 
 
 def two_ranks_killed(ranks: Ranks, folder: Path) -> None:
@@ -303,7 +303,7 @@ def two_ranks_killed(ranks: Ranks, folder: Path) -> None:
     sums = checkpoint.checksums
 
     def killed(folder: Path, paths: list[Path]) -> dict[str, str]:
-        if folder.name == "step-4.tmp" and ranks.rank == 1:
+        if folder.name == "step-4.part" and ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return sums(folder, paths)
 

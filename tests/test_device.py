@@ -13,12 +13,13 @@ from test_engine import ALL, SMALL, Letters, alone, loaded, prompts, settings_of
 from torch import Tensor
 
 from freda.decode import device
-from freda.decode.batch import Batch, Pass, Request, Text
+from freda.decode.batch import Batch
 from freda.decode.config import EngineConfig
 from freda.decode.device import DeviceBatch, ForwardBackend, Report, prefill, stays_on_device
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.pages import PagedCache, Pages
+from freda.decode.request import Event, Pass, Request, Sequence
 from freda.decode.shapes import BlockTable, ForwardShape
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig
@@ -98,20 +99,18 @@ def test_requests_by_chance_go_the_plain_way_beside() -> None:
 
 
 @pytest.mark.parametrize("name", ["self-refine", "best-of-n"])
-def test_watched_passes_are_the_same(name: str) -> None:
-    """Somebody looks at some steps: those passes are made the plain way, but for one that is under way already, and
-    nothing else changes."""
+def test_a_watched_request_leaves_the_others_on_the_device(name: str) -> None:
+    """It runs in a plain batch of its own, and shows every pass; nothing else changes."""
     model = loaded(name)
     asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(4, seed=3))]
     engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
-    numbers, seen, steps = [engine.submit(request) for request in asked], list[Pass](), 0
-    while engine.busy:
-        engine.step(seen.append if steps % 4 in (1, 2) else None)
-        steps += 1
-    assert seen
-    for number, request in zip(numbers, asked, strict=True):
-        output = engine.outputs[number]
+    handles = [engine.submit(replace(request, watch=n == 1)) for n, request in enumerate(asked)]
+    filed = [list(handle) for handle in handles]
+    assert {kind for kind in engine.batches} == {(name, True), (name, False)}
+    for n, (handle, request) in enumerate(zip(handles, asked, strict=True)):
+        output = handle.result()
         assert (output.tokens, output.nfe, output.finish) == alone(model, request, name)
+        assert sum(isinstance(one, Pass) for one in filed[n]) == (output.nfe if n == 1 else 0)
 
 
 @pytest.mark.parametrize("most", [8, 7])
@@ -130,18 +129,6 @@ def test_passes_go_ahead_of_their_reports_but_not_past_the_end(monkeypatch: pyte
     assert ahead >= output.nfe - 4 if most == 8 else ahead == 0
 
 
-def test_who_begins_to_watch_sees_the_second_pass() -> None:
-    """The first is under way already; none is started on the device behind it."""
-    engine = Engine(loaded(), SMALL, PlainMachine)
-    engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=24, threshold=2.0))
-    engine.step()
-    seen = list[Pass]()
-    engine.step(seen.append)
-    assert not seen
-    engine.step(seen.append)
-    assert len(seen) == 1
-
-
 def test_tables_are_filled_up_with_the_spare_page() -> None:
     pages = Pages(loaded().model, 10, 8)
     spare = pages.spare
@@ -155,15 +142,13 @@ def test_padding_commits_nothing() -> None:
     model = loaded()
     engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
     asked = [Request(prompt=prompt, max_new_tokens=20, passes=2) for prompt in prompts(4, seed=9)]
-    for request in asked[:3]:
-        engine.submit(request)
+    handles = [engine.submit(request) for request in asked[:3]]
     for _ in range(6):
         engine.step()
     ((key, program),) = engine._programs.items()
     assert key[1] == 4 and program.state.texts.stored[:3].min() > 0
     assert program.state.texts.stored[3] == program.state.texts.pending[3] == 0
-    while engine.busy:
-        engine.step()
+    assert all(handle.result().finish for handle in handles)
     assert [output.tokens for output in engine.run(asked)] == [alone(model, one, "self-refine")[0] for one in asked]
 
 
@@ -198,17 +183,14 @@ def test_cancelling_disturbs_nobody() -> None:
     model = loaded()
     engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
     asked = [Request(prompt=p, max_new_tokens=20, threshold=0.5) for p in prompts(4, seed=9)]
-    numbers = [engine.submit(request) for request in asked]
+    handles = [engine.submit(request) for request in asked]
     for _ in range(3):
         engine.step()
-    engine.cancel(numbers[1])
-    while engine.busy:
-        engine.step()
-    for number, request in zip(numbers, asked, strict=True):
-        if number != numbers[1]:
-            assert (engine.outputs[number].tokens, engine.outputs[number].nfe) == alone(model, request, "self-refine")[
-                :2
-            ]
+    handles[1].cancel()
+    for handle, request in zip(handles, asked, strict=True):
+        output = handle.result()
+        if handle is not handles[1]:
+            assert (output.tokens, output.nfe) == alone(model, request, "self-refine")[:2]
 
 
 def test_damaged_weights_end_the_request_with_an_error() -> None:
@@ -216,9 +198,8 @@ def test_damaged_weights_end_the_request_with_an_error() -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     engine = Engine(model, SMALL, PlainMachine)
-    engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=8))
-    events = engine.step()
-    assert [event.finish for event in events] == ["error"] and not engine.busy
+    events = list(engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=8)))
+    assert [event.finish for event in events if isinstance(event, Event)] == ["error"] and not engine.busy
 
 
 def test_it_can_be_left_out() -> None:
@@ -237,7 +218,7 @@ def test_the_padding_of_a_short_prompt_goes_to_the_spare_page() -> None:
         def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
             tables.append(table.tolist())
 
-    texts = [Text(0, Request(prompt=[1] * 8), 4), Text(1, Request(prompt=[2] * 32), 4)]
+    texts = [Sequence(0, Request(prompt=[1] * 8), 4), Sequence(1, Request(prompt=[2] * 32), 4)]
     prefill(Recorder(model.model, pages), PagedCache(pages, [[3], [0, 1, 2, 4]], [0, 0]), texts, 4, 0, 64)
     assert tables == [[[3, pages.spare, pages.spare, pages.spare], [0, 1, 2, 4]]]
     assert [text.stored for text in texts] == [8, 32]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 from conftest import EOS, tiny_model
 
 from freda.data.tokenizer import Tokenizer
-from freda.decode.batch import Pass, Request
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.pages import Pages
+from freda.decode.request import Event, Pass, QueueFull, Request
 from freda.errors import FredaError
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig
@@ -93,12 +94,9 @@ def test_every_request_is_what_generate_makes_of_it_alone(name: str, last_layer:
 def test_methods_side_by_side() -> None:
     model = loaded()
     engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=100))
-    asked = [(Request(prompt=p, **settings_of(n)), ALL[n % 4]) for n, p in enumerate(prompts(16, seed=5))]
-    numbers = [engine.submit(request, method=name) for request, name in asked]
-    while engine.busy:
-        engine.step()
-    for number, (request, name) in zip(numbers, asked, strict=True):
-        found = engine.outputs[number]
+    asked = [Request(prompt=p, method=ALL[n % 4], **settings_of(n)) for n, p in enumerate(prompts(16, seed=5))]
+    for request, found in zip(asked, engine.run(asked), strict=True):
+        name = request.method or ""
         assert (found.tokens, found.nfe, found.finish) == alone(model, request, name), name
     assert engine.pages.available == 100, "all pages are given back"
 
@@ -125,10 +123,8 @@ def test_requests_that_begin_alike_share_pages() -> None:
     for request, output in zip((first, second), outputs, strict=True):
         assert output.tokens == alone(model, request, "self-refine")[0]
     # Block-causal pages are not the causal ones.
-    number = engine.submit(first, method="autoregressive")
-    while engine.busy:
-        engine.step()
-    assert engine.outputs[number].tokens == alone(model, first, "autoregressive")[0]
+    causal = engine.submit(replace(first, method="autoregressive")).result()
+    assert causal.tokens == alone(model, first, "autoregressive")[0]
 
 
 def test_what_many_share_is_computed_once() -> None:
@@ -144,17 +140,16 @@ def test_what_many_share_is_computed_once() -> None:
         return forward(x, *rest)
 
     model.model.forward = watched  # type: ignore[method-assign]
-    numbers = [engine.submit(request) for request in asked]
+    handles = [engine.submit(request) for request in asked]
     engine.step()
     assert len(engine.running) == 1 and stored[0] == 28, "the first alone"
     stored.clear()
     engine.step()
     assert len(engine.running) == 5 and stored[0] == 4 * 4, "the others only what is theirs"
-    while engine.busy:
-        engine.step()
+    outputs = [handle.result() for handle in handles]
     model.model.forward = forward  # type: ignore[method-assign]
-    for number, request in zip(numbers, asked, strict=True):
-        assert engine.outputs[number].tokens == alone(model, request, "self-refine")[0]
+    for output, request in zip(outputs, asked, strict=True):
+        assert output.tokens == alone(model, request, "self-refine")[0]
 
 
 def test_generated_text_is_remembered_too() -> None:
@@ -174,60 +169,60 @@ def test_few_pages_make_requests_wait_and_forget_the_oldest() -> None:
     model = loaded()
     engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=9))
     asked = [Request(prompt=prompt[:20], max_new_tokens=12) for prompt in prompts(10, seed=7)]
-    numbers = [engine.submit(request) for request in asked]
+    handles = [engine.submit(request) for request in asked]
     most = 0
     while engine.busy:
         engine.step()
         most = max(most, len(engine.running))
     assert 1 < most < 8, "nine pages hold only some of them"
-    for number, request in zip(numbers, asked, strict=True):
-        assert engine.outputs[number].tokens == alone(model, request, "self-refine")[0]
+    for handle, request in zip(handles, asked, strict=True):
+        assert handle.result().tokens == alone(model, request, "self-refine")[0]
 
 
 def test_first_come_first_served() -> None:
     engine = Engine(loaded(), EngineConfig(max_batch=1, page_size=8, pages=40))
-    numbers = [engine.submit(Request(prompt=p, max_new_tokens=4)) for p in prompts(4)]
+    handles = [engine.submit(Request(prompt=p, max_new_tokens=4)) for p in prompts(4)]
     finished: list[int] = []
     while engine.busy:
-        finished += [event.request for event in engine.step() if event.finish]
-    assert finished == numbers
+        engine.step()
+        finished += [n for n, handle in enumerate(handles) if handle.finished and n not in finished]
+    assert finished == [0, 1, 2, 3]
 
 
 def test_cancelling_frees_pages_at_once_and_disturbs_nobody() -> None:
     model = loaded()
     engine = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60))
     asked = [Request(prompt=prompt, max_new_tokens=30, threshold=2.0, passes=3) for prompt in prompts(4, seed=2)]
-    numbers = [engine.submit(request) for request in asked]
+    handles = [engine.submit(request) for request in asked]
     for _ in range(4):
         engine.step()
     before = engine.pages.available
-    engine.cancel(numbers[1])
-    assert engine.pages.available > before and engine.outputs[numbers[1]].finish == "cancelled"
-    engine.cancel(numbers[3])  # still waiting
-    engine.cancel(12345)
-    while engine.busy:
-        engine.step()
+    handles[1].cancel()
+    assert engine.pages.available > before and handles[1].result().finish == "cancelled"
+    handles[3].cancel()  # still waiting
+    handles[3].cancel()
+    outputs = [handle.result() for handle in handles]
     for place in (0, 2):
-        assert engine.outputs[numbers[place]].tokens == alone(model, asked[place], "self-refine")[0]
-    partial = engine.outputs[numbers[1]].tokens
+        assert outputs[place].tokens == alone(model, asked[place], "self-refine")[0]
+    partial = outputs[1].tokens
     assert partial == alone(model, asked[1], "self-refine")[0][: len(partial)]
-    assert engine.outputs[numbers[3]].tokens == [] and engine.pages.available == 60
+    assert outputs[3].tokens == [] and engine.pages.available == 60 and not engine.busy
 
 
 def test_events_bring_the_text_block_by_block() -> None:
     model = loaded()
     engine = Engine(model)
     request = Request(prompt=[1, 2, 3, 4, 5], max_new_tokens=14, threshold=2.0)
-    number = engine.submit(request)
-    seen: list[Pass] = []
-    events = []
-    while engine.busy:
-        events += engine.step(seen.append)
+    handle = engine.submit(replace(request, watch=True))
+    filed = list(handle)
+    seen = [one for one in filed if isinstance(one, Pass)]
+    events = [one for one in filed if isinstance(one, Event)]
     tokens = [token for event in events for token in event.tokens]
-    assert tokens == engine.outputs[number].tokens == alone(model, request, "self-refine")[0]
+    assert tokens == handle.result().tokens == alone(model, request, "self-refine")[0]
     assert len(events[0].tokens) == 3, "one token of the block was given"
     assert [event.finish for event in events[:-1]] == [""] * (len(events) - 1) and events[-1].finish
-    assert len(seen) == engine.outputs[number].nfe and seen[0].block == 1
+    assert len(seen) == handle.result().nfe and seen[0].block == 1 and isinstance(filed[0], Pass)
+    assert list(handle) == [], "every event is read once"
 
 
 def test_stop_strings_across_blocks() -> None:
@@ -236,7 +231,7 @@ def test_stop_strings_across_blocks() -> None:
     text = Letters().decode(free.tokens)
     stop = text[4:7]  # from one block (tokens 1 to 4 and on) into the next
     assert text.find(stop) == 4
-    cut = Engine(model).run([Request(prompt=[7, 8, 9], max_new_tokens=40, threshold=2.0)], stop=(stop,))[0]
+    cut = Engine(model).run([Request(prompt=[7, 8, 9], max_new_tokens=40, threshold=2.0, stop=stop)])[0]
     assert cut.finish == "stop" and stop in Letters().decode(cut.tokens) and len(cut.tokens) < len(free.tokens)
     assert cut.tokens == free.tokens[: len(cut.tokens)]
 
@@ -249,7 +244,7 @@ def test_long_stop_strings_are_found() -> None:
     )
     prompt, free = next((prompt, output) for prompt, output in found if len(output.tokens) == 110)
     stop = Letters().decode(free.tokens)[4:94]  # longer than what is looked at for short ones
-    cut = Engine(model).run([Request(prompt=prompt, max_new_tokens=110, threshold=2.0)], stop=(stop,))[0]
+    cut = Engine(model).run([Request(prompt=prompt, max_new_tokens=110, threshold=2.0, stop=stop)])[0]
     assert cut.finish == "stop" and 94 <= len(cut.tokens) < 104
 
 
@@ -257,30 +252,25 @@ def test_what_cannot_run_is_refused_alone() -> None:
     model = loaded()
     engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=5, queue=2))
     good = Request(prompt=[1, 2, 3], max_new_tokens=6)
-    numbers = [engine.submit(good)]
-    for request, options, message in (
-        (Request(prompt=[1] * 30, max_new_tokens=20), {}, "needs 7 pages, the engine has 5"),
-        (
-            Request(prompt=[1] * 5000, max_new_tokens=20),
-            {},
-            "prompt and answer have 5020 tokens, the model is made for",
-        ),
-        (Request(prompt=[99], max_new_tokens=2), {}, "a token id that is BLANK or beyond the vocabulary"),
-        (good, {"method": "magic"}, "there is no method 'magic'"),
-        (good, {"stop": [""]}, "a stop string is empty"),
-        (Request(prompt=[], max_new_tokens=2), {"method": "autoregressive"}, "the prompt is empty"),
+    handles = [engine.submit(good)]
+    for request, message in (
+        (Request(prompt=[1] * 30, max_new_tokens=20), "needs 7 pages, the engine has 5"),
+        (Request(prompt=[1] * 5000, max_new_tokens=20), "5020 tokens, the limit is 4096"),
+        (Request(prompt=[99], max_new_tokens=2), "BLANK or beyond the vocabulary"),
+        (replace(good, method="magic"), "no method 'magic'"),
+        (Request(prompt=[], max_new_tokens=2, method="autoregressive"), "prompt is empty"),
     ):
         with pytest.raises(FredaError, match=message):
-            engine.submit(request, **options)  # type: ignore[arg-type]
-    numbers.append(engine.submit(good))
-    with pytest.raises(FredaError, match="2 requests are waiting already"):
+            engine.submit(request)
+    for stop, message in (([""], "empty"), ([5], "5"), (5, "5"), (["a", None], "None")):
+        with pytest.raises(FredaError, match=message):
+            Request(prompt=[1], stop=stop)  # type: ignore[arg-type]
+    assert Request(prompt=[1], stop="abc").stop == ("abc",) and Request(prompt=[1], stop=["a", "b"]).stop == ("a", "b")
+    handles.append(engine.submit(good))
+    with pytest.raises(QueueFull, match="2 requests"):
         engine.submit(good)
-    while engine.busy:
-        engine.step()
     expected = alone(model, good, "self-refine")[0]
-    assert [engine.outputs[number].tokens for number in numbers] == [expected] * 2
-    with pytest.raises(FredaError, match="page_size 6 is no multiple of the model's block size 4"):
-        Engine(model, EngineConfig(page_size=6))
+    assert [handle.result().tokens for handle in handles] == [expected] * 2
     with pytest.raises(FredaError, match="max_batch is 0"):
         Engine(model, EngineConfig(max_batch=0))
 
@@ -290,13 +280,9 @@ def test_damaged_weights_end_the_request_with_an_error() -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[5] = float("nan")
     engine = Engine(model)
-    bad, good = (engine.submit(Request(prompt=prompt, max_new_tokens=4)) for prompt in ([5, 5, 5, 5], [1, 2]))
-    events = []
-    while engine.busy:
-        events += engine.step()
-    said = {event.request: event for event in events if event.finish}
-    assert said[bad].finish == "error" and "not numbers" in said[bad].error
-    assert engine.pages.available == engine.pages.count and good in said
+    bad, good = engine.run([Request(prompt=prompt, max_new_tokens=4) for prompt in ([5, 5, 5, 5], [1, 2])])
+    assert bad.finish == "error" and "not finite" in bad.error and good.finish
+    assert engine.pages.available == engine.pages.count and not engine.busy
 
 
 def test_pages_are_counted() -> None:

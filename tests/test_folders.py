@@ -12,7 +12,7 @@ import pytest
 import freda
 from freda.cli import run
 from freda.data import mini
-from freda.decode.chat import Chat, messages, suggestions
+from freda.decode.chat import Chat, messages
 from freda.describe import describe
 from freda.errors import FredaError
 from freda.model import folders
@@ -155,10 +155,9 @@ def test_the_shipped_model_solves_what_it_is_said_to(tmp_path: Path) -> None:
 
 
 def test_the_shipped_model_says_what_it_can_be_asked() -> None:
-    typed = suggestions(Path("mini"))
+    chat = Chat(freda.load("mini", device="cpu", max_batch=1))
+    typed = chat.suggestions()
     assert typed.count("How many") == 1 and "def " in typed and "Walk from" in typed and "\nA:" not in typed
-    assert suggestions(Path("runs/mine")) == ""
-    chat = Chat(freda.load("mini", device="cpu", max_batch=1), {})
     *_, function, walk = messages(iter_lines(typed))
     assert function.startswith("def ") and '"""' in function, "one message, though of two lines"
     assert "return" in "".join(str(part) for part in chat.ask(function))

@@ -175,7 +175,7 @@ def _full_disk_of_one_rank(ranks: Ranks, folder: Path, where: str) -> str:
     def no_space(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    target = (checkpoint, "save_file") if where == "weights" else (checkpoint.HuggingFaceStorageWriter, "write_data")
+    target = (checkpoint, "save_tensors") if where == "weights" else (checkpoint.HuggingFaceStorageWriter, "write_data")
     original = getattr(*target)
     start = checkpoint.Saver.start
 

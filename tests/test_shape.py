@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import what stands on a line before its own, and from its own folder.
 LAYERS = (
     {"errors"},
-    {"sections", "files"},
+    {"sections", "files", "options"},
     {"data"},
     {"model"},
     {"methods"},

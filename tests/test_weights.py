@@ -537,7 +537,7 @@ def test_a_rename_that_fails_puts_the_older_folder_back(tmp_path: Path, monkeypa
     rename = Path.rename
 
     def fail_for_new(self: Path, target: Path) -> Path:
-        if self.name.endswith(".tmp"):
+        if self.name.endswith(".part"):
             raise OSError("no rename today")
         return rename(self, target)
 

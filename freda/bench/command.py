@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from freda.errors import note
-
-Settings = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config value.")]
+from freda.options import Device, Dtype, Settings
 
 bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
 
@@ -51,7 +50,7 @@ def bench_train(
     activations: Annotated[float, typer.Option(help="Share of activations kept for backward.")] = 1.0,
     compare: Annotated[bool, typer.Option("--compare", help="Add plain variants, each in the same run.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Add the time of every kind of kernel.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
 ) -> None:
     """Optimizer steps with random weights: tokens per second, and the share of the matmul rate of the same run."""
@@ -84,8 +83,8 @@ def bench_decode(
     plain: Annotated[bool, typer.Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
     int8: Annotated[bool, typer.Option("--int8", help="Weights as int8, where the kernels have few tokens.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Add the time of every kernel in a forward.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
 ) -> None:
     """The engine's forwards and tokens per second, beside the copy and matmul rates of the same run."""

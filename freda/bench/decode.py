@@ -21,18 +21,19 @@ import torch
 from freda.bench import hugging_face
 from freda.bench.rates import about, copy_rate, kernel_times, matmul_rate
 from freda.data.tokenizer import Tokenizer
-from freda.decode.batch import Request
 from freda.decode.config import EngineConfig
 from freda.decode.device import BUCKETS, LONG
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
+from freda.decode.request import Request
 from freda.errors import require
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig
+from freda.model.device import pick_device, pick_dtype
 from freda.model.scorer import Scorer
 from freda.model.shapes import QWEN3_BLANK, SHAPES, layer_parameters
-from freda.model.transformer import Transformer, pick_device
-from freda.model.weights import DTYPES, LoadedModel, load_model
+from freda.model.transformer import Transformer
+from freda.model.weights import LoadedModel, load_model
 
 Note = Callable[[str], None]
 
@@ -68,11 +69,11 @@ class NoText(Tokenizer):
 
     @property
     def stop_ids(self) -> list[int]:  # type: ignore[override]
-        """None."""
+        """No token ends a text."""
         return []
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Nothing."""
+        """An empty text, whatever the tokens."""
         return ""
 
 
@@ -99,10 +100,10 @@ def bench_decode(
     `plain`.
     """
     place = pick_device(device)
-    require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+    precision = pick_dtype(dtype, place)
     require(method in METHODS, f"there is no method {method!r}; use one of {', '.join(METHODS)}")
-    loaded = _model(model, place, DTYPES[dtype], scored=METHODS[method].SCORES)  # type: ignore[index]
-    limits = Limits(copy_rate(place), matmul_rate(place, DTYPES[dtype]))
+    loaded = _model(model, place, precision, scored=METHODS[method].SCORES)  # type: ignore[index]
+    limits = Limits(copy_rate(place), matmul_rate(place, precision))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
     methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
     sizes = [Case(b, c, new_tokens, passes, threshold, method) for b in batches for c in contexts]
@@ -116,7 +117,7 @@ def bench_decode(
         **about(place),
         **({"transformers": hugging_face.version()} if compare else {}),
         "model": model,
-        "dtype": dtype,
+        "dtype": str(precision).removeprefix("torch."),
         "passes": passes,
         "threshold": threshold,
         "parameters": sum(weight.numel() for weight in loaded.model.parameters()),
@@ -148,10 +149,9 @@ def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request
     """Different prompts, so that nothing is shared."""
     generator = torch.Generator().manual_seed(seed)
     texts = torch.randint(0, loaded.model.blank_id, (case.batch, case.context), generator=generator).tolist()
-    rules: dict[str, Any] = {"passes": case.passes, "threshold": case.threshold}
-    return [
-        Request(prompt=text, max_new_tokens=case.new_tokens, seed=number, **rules) for number, text in enumerate(texts)
-    ]
+    rules: dict[str, Any] = {"passes": case.passes, "threshold": case.threshold, "method": case.method}
+    rules["max_new_tokens"] = case.new_tokens
+    return [Request(prompt=text, seed=number, **rules) for number, text in enumerate(texts)]
 
 
 def _warm_up(engine: Engine, case: Case) -> None:
@@ -166,14 +166,14 @@ def _warm_up(engine: Engine, case: Case) -> None:
     if case.context <= LONG < case.context + case.new_tokens:  # attention changes its form on the way
         contexts.append(min(case.context + case.new_tokens - few.new_tokens, LONG + size))
     for context in contexts:
-        engine.run(_requests(loaded, replace(few, context=context), seed=0), method=case.method)
+        engine.run(_requests(loaded, replace(few, context=context), seed=0))
         if case.threshold > 1:
             continue
         short = context if context > LONG else min(context, size)
         for count in (*(bucket for bucket in BUCKETS if bucket < case.batch), case.batch):
             some = _requests(loaded, replace(few, batch=count, context=short), seed=0)
-            engine.run(some, method=case.method)
-            engine.run([replace(r, passes=1) if r.seed % 2 else r for r in some], method=case.method)
+            engine.run(some)
+            engine.run([replace(request, passes=1) if request.seed % 2 else request for request in some])
 
 
 def _measured(
@@ -181,15 +181,10 @@ def _measured(
 ) -> dict[str, Any]:
     """The engine: prefill by itself, then steps until all are done."""
     _forget(loaded)
-    page = 16 if loaded.method.block_size <= 16 else loaded.method.block_size
-    pages = case.batch * (-(-(case.context + case.new_tokens + loaded.method.block_size) // page) + 1)
-    engine = Engine(loaded, replace(config, max_batch=case.batch, page_size=page, pages=pages))
+    engine = Engine(loaded, replace(config, max_batch=case.batch, max_length=case.context + case.new_tokens))
     _warm_up(engine, case)
     on_device = any(kind[1] for kind in engine.batches)
-    if _on_cuda(loaded) and config.on_device and not on_device:
-        note("no kernels for this model, precision and method (they want bfloat16): the plain engine")
-    for request in _requests(loaded, case):
-        engine.submit(request, method=case.method)
+    handles = [engine.submit(request) for request in _requests(loaded, case)]
     begun = _now(loaded)
     engine.admit()
     prefilled = _now(loaded)
@@ -198,8 +193,8 @@ def _measured(
         engine.step()
         steps += 1
     ended = _now(loaded)
-    tokens = sum(len(output.tokens) for output in engine.outputs.values())
-    nfe = sum(output.nfe for output in engine.outputs.values())
+    outputs = [handle.result() for handle in handles]
+    tokens, nfe = sum(len(output.tokens) for output in outputs), sum(output.nfe for output in outputs)
     row = {
         "what": f"{_name(engine, on_device)}, {case.method}",
         "on_device": on_device,
@@ -224,14 +219,14 @@ def _name(engine: Engine, on_device: bool) -> str:
 def _kernels(engine: Engine, case: Case) -> list[dict[str, Any]]:
     """Microseconds of every kind of kernel in a forward, the longest first: of two blocks, after the prefill."""
     size, device = engine.loaded.method.block_size, engine.model.embed_tokens.weight.device
-    for request in _requests(engine.loaded, replace(case, new_tokens=min(case.new_tokens, 2 * size)), seed=2):
-        engine.submit(request, method=case.method)
+    few = replace(case, new_tokens=min(case.new_tokens, 2 * size))
+    handles = [engine.submit(request) for request in _requests(engine.loaded, few, seed=2)]
     engine.admit()
     forwards = 0
 
     def run() -> None:
         nonlocal forwards
-        while engine.busy:
+        while not all(handle.finished for handle in handles):
             engine.step()
             forwards += 1
 

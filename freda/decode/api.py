@@ -1,154 +1,185 @@
 """`freda.load`: a model in Python, with an engine behind it.
 
-model = freda.load("runs/demo/self-refine")
-model.generate("Q: Mia has 12 shells. She finds 5 more. How many shells now?\\nA:").text
+model = freda.load("mini")
+model.generate("Q: Mia has 1200 shells. She finds 513 more. How many shells does she have in the end?\\nA:").text
 for piece in model.stream("Q: ..."):
     print(piece, end="")
+
+Any number of streams and calls may be open at the same time, in any number of threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, overload
 
-from freda.decode.batch import Output, Pass, Request
 from freda.decode.config import DecodeConfig, EngineConfig
-from freda.decode.engine import Engine, Event
-from freda.decode.stops import cut_at_stop
+from freda.decode.engine import Engine, Handle
+from freda.decode.generate import generate
+from freda.decode.request import Output, Pass, Request, Watch, stop_strings
+from freda.decode.stops import StopMatcher, cut_at_stop
 from freda.errors import FredaError, require
-from freda.model.transformer import pick_device
-from freda.model.weights import DTYPES, LoadedModel, load_model
-
-UNFINISHED = "\ufffd"  # what a decoder makes of a character whose last bytes are still to come
+from freda.methods import METHODS
+from freda.model.device import pick_device, pick_dtype
+from freda.model.weights import LoadedModel, load_model
 
 
 @dataclass(frozen=True)
-class Completion:
-    """What became of a prompt."""
+class Completion(Output):
+    """What became of a prompt: the output of its request, and the text, without the stop string."""
 
-    text: str
-    tokens: list[int]
-    nfe: int  # forwards
-    finish: str  # "stop", "length" or "error"
-    error: str = ""
-    seconds: float = 0.0
-
-    @property
-    def tpf(self) -> float:
-        """Tokens per forward."""
-        return len(self.tokens) / max(1, self.nfe)
+    text: str = ""
 
 
-def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "float32", **engine: Any) -> Model:
+def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "auto", **engine: Any) -> Model:
     """A model or run folder, ready to use; `engine` are fields of `EngineConfig`, for instance max_batch=32."""
-    require(dtype in DTYPES, f"there is no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
     known = {field.name for field in fields(EngineConfig)}
     unknown = next((name for name in engine if name not in known), None)
     require(unknown is None, f"an engine has no {unknown}; it has {', '.join(sorted(known))}")
-    return Model(load_model(Path(path), pick_device(device), DTYPES[dtype]), EngineConfig(**engine))
+    place = pick_device(device)
+    return Model(load_model(Path(path), place, pick_dtype(dtype, place)), EngineConfig(**engine), name=str(path))
 
 
 class Model:
-    """A loaded model. Settings of a call are the fields of `DecodeConfig`: passes, threshold, temperature, ..."""
+    """A loaded model with its engine. Settings of a call are the fields of `DecodeConfig`: passes, threshold, ..."""
 
-    def __init__(self, loaded: LoadedModel, engine: EngineConfig = EngineConfig()) -> None:
-        self.loaded, self.engine = loaded, Engine(loaded, engine)
+    def __init__(self, loaded: LoadedModel, engine: EngineConfig = EngineConfig(), *, name: str = "") -> None:
+        self.loaded, self.name, self.engine = loaded, name, Engine(loaded, engine)
+
+    def __repr__(self) -> str:
+        weight, method = self.loaded.model.embed_tokens.weight, self.loaded.method
+        count = sum(part.numel() for part in self.loaded.model.parameters())
+        kind = f"{method.name}, blocks of {method.block_size}, {count:,} parameters"
+        return f"<freda.Model {self.name}: {kind}, {str(weight.dtype).removeprefix('torch.')} on {weight.device}>"
 
     @overload
     def generate(
-        self, prompts: str, *, method: str | None = None, stop: Sequence[str] = (), **settings: Any
+        self, prompts: str, *, method: str | None = None, stop: str | Sequence[str] = (), **settings: Any
     ) -> Completion: ...
 
     @overload
     def generate(
-        self, prompts: Sequence[str], *, method: str | None = None, stop: Sequence[str] = (), **settings: Any
+        self, prompts: Sequence[str], *, method: str | None = None, stop: str | Sequence[str] = (), **settings: Any
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompts: str | Sequence[str], *, method: str | None = None, stop: Sequence[str] = (), **settings: Any
+        self,
+        prompts: str | Sequence[str],
+        *,
+        method: str | None = None,
+        stop: str | Sequence[str] = (),
+        **settings: Any,
     ) -> Completion | list[Completion]:
-        """Continue one prompt or many side by side. Of many, one that cannot be continued has finish "error" and says
-        why; a prompt alone raises the error."""
-        DecodeConfig(**checked(settings))
+        """Continue one prompt, or many side by side.
+
+        Among many, one that cannot be continued has finish "error" and says why; a prompt alone raises the error.
+        """
+        how = {"method": method, "stop": stop_strings(stop), **checked(settings)}
         if isinstance(prompts, str):
-            return self._collect([self._submit(prompts, method, stop, settings)], stop)[0]
-        numbers: list[int | str] = []
-        for prompt in prompts:
-            while len(self.engine.waiting) >= self.engine.config.queue:
-                self.engine.step()
+            return self.complete(self.request(prompts, **how))
+        Request(prompt=(), **how)  # what is wrong with all of them is an error
+        outputs, asked = dict[int, Output](), dict[int, Request]()
+        for index, prompt in enumerate(prompts):
             try:
-                numbers.append(self._submit(prompt, method, stop, settings))
+                asked[index] = self.request(prompt, **how)
             except FredaError as error:
-                numbers.append(str(error))
-        return self._collect(numbers, stop)
+                outputs[index] = Output([], 0, "error", 0.0, str(error))
+        places = list(asked)
+        with contextlib.closing(self.engine.completed(asked.values())) as finished:
+            outputs |= {places[number]: output for number, output in finished}
+        return [self._completion(outputs[index], how["stop"]) for index in range(len(prompts))]
 
     def stream(
         self,
         prompt: str,
         *,
         method: str | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         drafts: bool = False,
         **settings: Any,
-    ) -> Iterator[str | Pass]:
-        """The text as its blocks are committed; with `drafts`, every pass over a block as well. Ending the iteration
-        early cancels the request."""
-        number = self._submit(prompt, method, stop, checked(settings))
-        tokens: list[int] = []
-        said = 0
-        seen: list[Pass] = []
-        finish = ""
+    ) -> Stream:
+        """The text as its blocks are committed; with `drafts`, every pass over a block as well.
+
+        Ending the iteration early cancels the request.
+        """
+        request = self.request(prompt, method=method, stop=stop, watch=drafts, **checked(settings))
+        return Stream(self.engine.submit(request), StopMatcher(self.loaded.tokenizer.decode, stop_strings(stop)))
+
+    def complete(self, request: Request, watch: Watch | None = None) -> Completion:
+        """Run one request to its end; `watch` gets its passes, if it is a watched one."""
+        handle = self.engine.submit(request)
         try:
-            while not finish:
-                events = self.engine.step(seen.append if drafts else None)
-                yield from (one for one in seen if one.request == number)
-                seen.clear()
-                for event in (event for event in events if event.request == number):
-                    tokens += event.tokens
-                    finish = event.finish
-                    text = self._stable(tokens, stop, event)
-                    yield from [text[said:]] if len(text) > said else []
-                    said = max(said, len(text))
-                    require(finish != "error", event.error)
+            for event in handle:
+                if watch is not None and isinstance(event, Pass):
+                    watch(event)
+            return self._checked(handle.result(), request)
         finally:
-            self.engine.cancel(number)
-            self.engine.outputs.pop(number, None)
+            handle.cancel()  # if it was interrupted: whoever catches that may keep the handle alive
 
-    def _submit(self, prompt: str, method: str | None, stop: Sequence[str], settings: dict[str, Any]) -> int:
-        request = Request(prompt=self.loaded.tokenizer.encode(prompt), **checked(settings))
-        return self.engine.submit(request, method=method, stop=stop)
+    def reference(self, request: Request, watch: Watch | None = None) -> Completion:
+        """Run one request with `generate`, the plain loop that the engine must equal."""
+        tokenizer, stops = self.loaded.tokenizer, stop_strings(request.stop)
+        rule = METHODS[request.method or self.loaded.method.name]  # type: ignore[index]
 
-    def _collect(self, numbers: Sequence[int | str], stop: Sequence[str]) -> list[Completion]:
-        errors: dict[int, str] = {}
-        wanted = {number for number in numbers if isinstance(number, int)}
-        while wanted - self.engine.outputs.keys():
-            errors |= {event.request: event.error for event in self.engine.step() if event.error}
-        return [
-            Completion("", [], 0, "error", number)
-            if isinstance(number, str)
-            else self._completion(self.engine.outputs.pop(number), stop, errors.get(number, ""))
-            for number in numbers
-        ]
+        def stopped(tokens: Sequence[int]) -> bool:
+            return StopMatcher(tokenizer.decode, stops).feed(tokens)
 
-    def _completion(self, output: Output, stop: Sequence[str], error: str) -> Completion:
-        text = cut_at_stop(self.loaded.tokenizer.decode(output.tokens), stop)
-        return Completion(text, output.tokens, output.nfe, output.finish, error, output.seconds)
+        self.engine.check(request)
+        options: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "stopped": stopped if stops else None}
+        output = generate(self.loaded.model, rule, self.loaded.method, [request], **options, watch=watch)[0]
+        return self._checked(output, request)
 
-    def _stable(self, tokens: Sequence[int], stop: Sequence[str], event: Event) -> str:
-        """What of a text cannot change any more: no half character, nothing that may begin a stop string."""
-        whole = self.loaded.tokenizer.decode(tokens)
-        text = cut_at_stop(whole, stop)
-        if event.finish or len(text) < len(whole):
-            return text
-        text = text.rstrip(UNFINISHED)
-        held = [size for word in stop for size in range(1, len(word)) if text.endswith(word[:size])]
-        return text[: len(text) - max(held, default=0)]
+    def request(self, prompt: str, **settings: Any) -> Request:
+        """The request for a prompt; `settings` are fields of `Request`."""
+        return Request(prompt=self.loaded.tokenizer.encode(prompt), **settings)
+
+    def _checked(self, output: Output, request: Request) -> Completion:
+        require(output.finish != "error", output.error)
+        return self._completion(output, stop_strings(request.stop))
+
+    def _completion(self, output: Output, stop: Sequence[str]) -> Completion:
+        return Completion(**vars(output), text=cut_at_stop(self.loaded.tokenizer.decode(output.tokens), stop))
 
 
-def checked(settings: dict[str, Any]) -> dict[str, Any]:
+class Stream(Iterator[str | Pass]):
+    """The pieces of a text as they become final, among them passes if the request is watched."""
+
+    def __init__(self, handle: Handle, matcher: StopMatcher) -> None:
+        self._handle, self._pieces = handle, self._read(handle, matcher)
+
+    def __next__(self) -> str | Pass:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Cancel the request, unless it has finished."""
+        self._pieces.close()
+        self._handle.cancel()
+
+    @property
+    def output(self) -> Output | None:
+        """The tokens and forwards of the request; None before its end."""
+        return self._handle.result() if self._handle.finished else None
+
+    @staticmethod
+    def _read(handle: Handle, matcher: StopMatcher) -> Generator[str | Pass, None, None]:
+        try:
+            for event in handle:
+                if isinstance(event, Pass):
+                    yield event
+                    continue
+                matcher.feed(event.tokens)
+                if piece := matcher.take(final=bool(event.finish)):
+                    yield piece
+                require(event.finish != "error", event.error)
+        finally:
+            handle.cancel()
+
+
+def checked(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings of a call; one that does not exist is an error."""
     known = {field.name for field in fields(DecodeConfig)}
     unknown = next((name for name in settings if name not in known), None)

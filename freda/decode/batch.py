@@ -15,14 +15,14 @@ Counting (M14): a forward counts once for each request that it chooses tokens or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from freda.decode.config import DecodeConfig
+from freda.decode.request import Pass, Request, Watch
+from freda.decode.request import Sequence as Text
 from freda.decode.state import (
     Choice,
     DecodeState,
@@ -43,72 +43,6 @@ from freda.methods.method import Method, block_size
 from freda.model.attention import make_mask
 from freda.model.masks import Tokens, clean_tokens, concat, draft_tokens
 from freda.model.transformer import Forward, KeysValues, Transformer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request(DecodeConfig):
-    """One text to continue, and how."""
-
-    prompt: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Output:
-    """A finished request."""
-
-    tokens: list[int]  # new tokens, up to and including the stop token
-    nfe: int  # forwards that chose or committed tokens of this request
-    finish: str  # "stop" or "length"
-    seconds: float
-
-    @property
-    def tpf(self) -> float:
-        """Tokens per forward."""
-        return len(self.tokens) / self.nfe
-
-
-class Pass(NamedTuple):
-    """What one pass left of one request's block; for drawing."""
-
-    request: int
-    block: int
-    number: int  # 1 is the blank draft
-    ids: list[int]
-    prob: list[float]
-    given: list[bool]
-    committed: list[bool]
-    closed: bool
-    candidates: list[list[int]]  # the drafts that this pass has seen
-    scores: list[float]  # of the candidates: ℓ + τ·s, without the noise
-    winner: int
-
-
-Watch = Callable[[Pass], None]
-
-
-class Text:
-    """The progress of one request."""
-
-    def __init__(self, index: int, request: Request, size: int) -> None:
-        whole = len(request.prompt) // size * size
-        self.index, self.request = index, request
-        self.clean = list(request.prompt[:whole])  # committed tokens: whole blocks
-        self.tail = list(request.prompt[whole:])  # prompt tokens given in the first generated block
-        self.stored = 0  # how many of `clean` are in the cache
-        self.new: list[int] = []
-        self.nfe = 0
-
-    def close_block(self, ids: list[int], stop_ids: set[int]) -> str | None:
-        """Take over a finished block; says why the text is finished, if it is."""
-        given, self.tail = len(self.tail), []
-        for token in ids[given:]:
-            self.new.append(token)
-            if token in stop_ids:
-                return "stop"
-            if len(self.new) == self.request.max_new_tokens:
-                return "length"
-        self.clean += ids
-        return None
 
 
 class CommittedText(Protocol):

@@ -1,8 +1,8 @@
 """`freda chat`: questions and answers in a terminal, with drafts that settle, or from a pipe.
 
 A model whose tokenizer has a chat template gets the whole conversation in it, without its oldest turns if it is longer
-than the model is meant for. Others were trained on documents that are one question with its solution each, so a message
-becomes such a question, and what was said before is not part of it.
+than the model is made for. To any other model a message is one question, and what was said before is not part of it;
+a model that carries the manifest of its training data gets the question in the form of its training documents.
 """
 
 from __future__ import annotations
@@ -12,35 +12,43 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from freda.data import mini, mini_logic
-from freda.data.config import MiniConfig
-from freda.data.generators import settings_in
+from freda.data import mini
 from freda.data.tokenizer import Tokenizer
 from freda.decode.api import Model, checked
-from freda.decode.batch import Pass
 from freda.decode.config import DecodeConfig
+from freda.decode.request import Output, Pass
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
-from freda.model.folders import packaged_folder
+from freda.model.folders import resolve_model_folder
+from freda.sections import build
 
 HELP = """/reset            forget the conversation
 /set passes=2     change a setting: passes, threshold, max_new_tokens, temperature, ...
 /help             this text
 /quit             leave, as the end of the input does
-A line that ends in \\ goes on with the next one."""
-OPTIONS = "\nA. "  # a question with answers to choose from
+A line that ends in \\ continues on the next one."""
 LEAVE = ("quit", "exit")
 
 
 class Chat:
     """A conversation with a model. `raw` continues each message as it is."""
 
-    def __init__(self, model: Model, settings: dict[str, Any], *, method: str | None = None, raw: bool = False) -> None:
-        self.model, self.method, self.raw = model, method, raw
-        self.settings = asdict(DecodeConfig(**checked(settings)))
+    def __init__(
+        self,
+        model: Model,
+        decode: DecodeConfig = DecodeConfig(),
+        *,
+        method: str | None = None,
+        raw: bool = False,
+        system: str = "",
+    ) -> None:
+        self.model, self.decode, self.method, self.raw = model, decode, method, raw
         self.turns: list[dict[str, str]] = []  # as chat templates take them: role, content
+        self.output: Output | None = None  # of the last answer
+        require(not system or bool(self.template), "the model has no chat template that takes --system; omit it")
+        self._first = [{"role": "system", "content": system}] if system else []
 
     @property
     def template(self) -> str:
@@ -49,28 +57,46 @@ class Chat:
         return found if isinstance(found, str) and not self.raw else ""
 
     def ask(self, message: str, *, drafts: bool = False) -> Iterator[str | Pass]:
-        """The answer as it is made; it counts as said once it is there to its end."""
+        """The answer as it is made; it is part of the conversation once it is complete."""
         turns = [*self.turns, {"role": "user", "content": message}]
         said = []
-        prompt = self.prompt(turns)
-        # A document goes on behind the answer to a deduction, with what else follows.
-        stop = (".",) if prompt.startswith((mini_logic.WALK, mini_logic.FACTS)) and not self.raw else ()
-        for one in self.model.stream(prompt, method=self.method, stop=stop, drafts=drafts, **self.settings):
+        prompt, stop = self.prompt(turns)
+        stream = self.model.stream(prompt, method=self.method, stop=stop, drafts=drafts, **asdict(self.decode))
+        for one in stream:
             said += [one] if isinstance(one, str) else []
             yield one
+        self.output = stream.output
         self.turns = [*turns, {"role": "assistant", "content": "".join(said)}]
 
-    def prompt(self, turns: list[dict[str, str]]) -> str:
-        """What the model continues."""
+    def prompt(self, turns: list[dict[str, str]]) -> tuple[str, tuple[str, ...]]:
+        """What the model continues, and the strings that end its answer."""
+        message = turns[-1]["content"]
+        if self.raw:
+            return message, ()
         if not self.template:
-            return turns[-1]["content"] if self.raw else as_question(turns[-1]["content"])
+            return mini.prompt_of(message) if self._data() else (_question(message), ())
         loaded = self.model.loaded
-        room = loaded.model.config.max_positions - self.settings["max_new_tokens"]
+        room = loaded.model.config.max_positions - self.decode.max_new_tokens
         while True:
-            text = rendered(self.template, loaded.tokenizer, turns)
+            text = rendered(self.template, loaded.tokenizer, [*self._first, *turns])
             if len(turns) == 1 or len(loaded.tokenizer.encode(text)) <= room:
-                return text
+                return text, ()
             turns = turns[2:]  # the oldest question with its answer
+
+    def suggestions(self) -> str:
+        """What the model can be asked: a held-out question of each kind, as it would be typed, if its data is known."""
+        folder = self._data()
+        if folder is None or self.raw:
+            return ""
+        typed = (one.removeprefix("Q: ").removesuffix("\nA:").replace("\n", "\\\n") for one in mini.held_out(folder))
+        return ". It was trained on nothing but questions like these:\n" + "\n".join(typed)
+
+    def _data(self) -> Path | None:
+        """The folder with the manifest of the training data, where a model carries one, as bundled models do."""
+        with contextlib.suppress(FredaError):
+            folder = resolve_model_folder(Path(self.model.name)) / "data"
+            return folder if (folder / "manifest.json").is_file() else None
+        return None
 
     def command(self, line: str) -> bool:
         """Carry out a line that begins with /; False: the conversation is over."""
@@ -85,42 +111,16 @@ class Chat:
 
     def _change(self, text: str) -> None:
         key, equals, value = (part.strip() for part in text.partition("="))
-        require(bool(key and equals and value), "say which setting: /set passes=2")
+        require(bool(key and equals and value), "name a setting and its value: /set passes=2")
         try:
             changed = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             changed = value
-        known = asdict(DecodeConfig()).get(key)
-        number = isinstance(changed, int | float) and not isinstance(changed, bool)
-        right = number if isinstance(known, float) else type(changed) is type(known)
-        require(known is None or right, f"{key} is {known!r} by default, {value} is of another kind")
-        self.settings = asdict(DecodeConfig(**checked({**self.settings, key: changed})))
+        self.decode = build(DecodeConfig, {**asdict(self.decode), **checked({key: changed})}, "")
 
 
-def as_question(message: str) -> str:
-    """A message as the training documents of the mini suite and the demo begin: question, function or choice."""
-    text = message.strip()
-    if text.startswith(("def ", mini_logic.WALK)) or "\nAnswer:" in text:
-        return text
-    if OPTIONS in text or text.startswith(mini_logic.FACTS):
-        return f"{text}\nAnswer:"
-    return f"Q: {text.removeprefix('Q:').removesuffix('A:').strip()}\nA:"
-
-
-def held_out(folder: Path) -> list[str]:
-    """The first test question of each kind, of the suite that a packaged model was trained on."""
-    settings = {kind: MiniConfig(**settings_in(folder / "data", kind)) for kind in mini.KINDS}
-    return [mini.item(kind, config, "test", 0).prompt for kind, config in settings.items()]
-
-
-def suggestions(model: Path) -> str:
-    """What a packaged model can be asked, a held-out question of each kind as it would be typed; else nothing."""
-    folder = packaged_folder(model)
-    if folder is None or not (folder / "data").is_dir():
-        return ""
-    prompts = held_out(folder)
-    typed = (prompt.removeprefix("Q: ").removesuffix("\nA:").replace("\n", "\\\n") for prompt in prompts)
-    return ". It was trained on nothing but questions like these:\n" + "\n".join(typed)
+def _question(message: str) -> str:
+    return f"Q: {message.strip().removeprefix('Q:').removesuffix('A:').strip()}\nA:"
 
 
 def rendered(template: str, tokenizer: Tokenizer, turns: list[dict[str, str]]) -> str:
@@ -133,13 +133,13 @@ def rendered(template: str, tokenizer: Tokenizer, turns: list[dict[str, str]]) -
     fast = PreTrainedTokenizerFast(tokenizer_object=parsed, chat_template=template, **named)
     try:
         text: str = fast.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # whatever a template of somebody else's raises
+    except Exception as error:  # a template can raise anything
         raise FredaError(f"the model's chat template fails ({error}); use --raw") from None
     return text
 
 
 def messages(read: Callable[[str], str]) -> Iterator[str]:
-    """Messages from lines, which `read` gives for a prompt, until it raises EOFError. Empty ones are left out."""
+    """Messages from lines, which `read` returns for a prompt until it raises EOFError. Empty ones are skipped."""
     lines: list[str] = []
     while True:
         try:
@@ -155,10 +155,10 @@ def messages(read: Callable[[str], str]) -> Iterator[str]:
 
 
 def reader(stdin: TextIO) -> Callable[[str], str]:
-    """How lines are read: with a prompt, a history and editing in a terminal, silently from a pipe."""
+    """A function that reads lines: with a prompt, a history and editing in a terminal, silently from a pipe."""
     if stdin.isatty():
-        with contextlib.suppress(ImportError):  # it is not everywhere
-            import readline  # noqa: F401 (input() has them from it)
+        with contextlib.suppress(ImportError):  # not every Python has it
+            import readline  # noqa: F401 (importing it gives input() editing and a history)
         return input
 
     def read(prompt: str) -> str:
@@ -170,14 +170,14 @@ def reader(stdin: TextIO) -> Callable[[str], str]:
     return read
 
 
-def talk(chat: Chat, said: Iterable[str], out: TextIO, *, drafts: bool, pause: float) -> None:
-    """Answer all messages on `out`. What is wrong with one is told, and the next is taken."""
+def talk(chat: Chat, said: Iterable[str], out: TextIO, *, drafts: bool, pause: float = 0.0, keep: bool = False) -> None:
+    """Answer all messages on `out`. After an error, which is reported, the next message is taken."""
     for message in said:
         try:
             if message.strip().lower() in LEAVE:
                 return
             if not message.startswith("/"):
-                answer(chat, message, out, drafts=drafts, pause=pause)
+                answer(chat, message, out, drafts=drafts, pause=pause, keep=keep)
             elif not chat.command(message):
                 return
         except FredaError as error:
@@ -186,20 +186,24 @@ def talk(chat: Chat, said: Iterable[str], out: TextIO, *, drafts: bool, pause: f
             note("interrupted; /quit leaves")
 
 
-def answer(chat: Chat, message: str, out: TextIO, *, drafts: bool, pause: float) -> None:
-    """One answer: with `drafts` every pass over a block, in place on a terminal, and then the text; else the text as
-    its blocks are committed."""
+def answer(chat: Chat, message: str, out: TextIO, *, drafts: bool, pause: float, keep: bool) -> None:
+    """Write one answer: the text as its blocks are committed, or with `drafts` first every pass and then the text.
+
+    On a terminal the passes are drawn in place; with `keep` they stay there as a table.
+    """
     parts = chat.ask(message, drafts=drafts)
-    if not drafts:
+    if drafts:
+        text = ""
+        with LiveDrafts((), chat.model.loaded.tokenizer, file=out, pause=pause, keep=keep) as live:
+            for part in parts:
+                if isinstance(part, Pass):
+                    live(part)
+                else:
+                    text += part
+        print(text, file=out, flush=True)
+    else:
         for part in parts:
             print(part, end="", file=out, flush=True)
         print(file=out, flush=True)
-        return
-    text = ""
-    with LiveDrafts((), chat.model.loaded.tokenizer, file=out, pause=pause) as live:
-        for part in parts:
-            if isinstance(part, Pass):
-                live(part)
-            else:
-                text += part
-    print(text, file=out, flush=True)
+    if chat.output is not None:
+        note(f"{len(chat.output.tokens)} tokens in {chat.output.nfe} forwards, {chat.output.tpf:.2f} per forward")

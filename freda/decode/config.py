@@ -48,8 +48,9 @@ class EngineConfig:
     """The size of an engine."""
 
     max_batch: int = knob(16, "requests that run side by side")
-    page_size: int = knob(16, "tokens of a page")
-    pages: int = knob(0, "pages of the cache; 0: enough for max_batch of the longest texts, at most 65,536 tokens")
+    max_length: int = knob(0, "most tokens of a prompt with its answer; 0: as many positions as the model has")
+    page_size: int = knob(16, "tokens of a page; the engine takes the least common multiple with the block size")
+    pages: int = knob(0, "pages of the cache; 0: enough for max_batch of the longest sequences, as memory allows")
     queue: int = knob(1024, "requests that may wait")
     prefill: int = knob(4096, "prompt tokens in one forward")
     on_device: bool = knob(True, "keep passes on the GPU, in CUDA graphs, where model and request allow it")

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from freda.decode.batch import Batch, Text, Watch
+from freda.decode.batch import Batch
 from freda.decode.config import DecodeConfig
 from freda.decode.pages import PagedCache
+from freda.decode.request import Sequence as Text
+from freda.decode.request import Watch
 from freda.decode.shapes import BlockTable, ForwardShape
 from freda.decode.state import DecodeState, Limits, candidates_of, chosen, limits_of, settled
 from freda.methods.config import MethodConfig
@@ -292,7 +294,7 @@ class DeviceBatch(Batch):
             self._programs[key] = Program(state, setting)
         else:
             self._programs[key].load(state)
-        passes = self.lanes.draft.passes.tolist()
+        passes = self.state.draft.passes.tolist()
         self._fresh_rows = {row for row, done in enumerate(passes) if done == 0}
         return self._programs[key]
 
@@ -306,7 +308,7 @@ class DeviceBatch(Batch):
         stored = [text.stored for text in self.texts] + [0] * more
         lengths = (self._tensor(values, torch.int32) for values in (stored, pending))
         texts = BlockTable(self.cache.table(size, self._table_pages), *lengths)
-        lanes = self.lanes.rows(rows)._replace(begin=self._tensor([*map(_begin, self.texts), *[0] * more], torch.int64))
+        lanes = self.state.rows(rows)._replace(begin=self._tensor([*map(_begin, self.texts), *[0] * more], torch.int64))
         real = self._tensor([True] * len(self.texts) + [False] * more, torch.bool)
         return State(lanes, texts, self._tensor(ids, torch.int64), real)
 
@@ -391,7 +393,7 @@ class DeviceBatch(Batch):
         """Back from the program's memory, which other batches may use."""
         if self._program is not None:
             rows = torch.arange(len(self.texts), device=self.device)
-            self.lanes = self._program.state.lanes.rows(rows)
+            self.state = self._program.state.lanes.rows(rows)
             self._program = None
 
 

@@ -1,61 +1,95 @@
 """Many requests at a time: they enter and leave between passes, over pages of committed text that they share.
 
-Every `step` admits what fits (first come, first served), brings new prompts into the cache, and makes one pass over
-everything that is running, one forward for each method in use. A request reserves all pages it can need when it is
-admitted, so what has begun always ends. Its output is what `generate` makes of it alone.
+`submit` queues a request and returns its `Handle`. Every step admits what fits (first come, first served), brings new
+prompts into the cache, makes one pass over everything that is running, one forward for each kind of batch, and files
+what happened with the requests. A request reserves all pages it can need when it is admitted, so what has begun always
+ends. Its output is what `generate` makes of it alone.
+
+Threads: any number may submit, read and cancel. Whoever waits for news takes the next step, unless another thread is at
+it; so nobody has to run a loop, and a step is never made twice at a time. Cancelling never blocks, since it may happen
+while a handle is garbage-collected in the middle of a step: it leaves a flag, and whoever steps looks for flags.
 """
 
 from __future__ import annotations
 
+import collections.abc
+import contextlib
 import functools
-import time
+import math
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
 
 import torch
 
-from freda.decode.batch import Batch, Output, Request, Text, Watch, check_requests
+from freda.decode.batch import Batch, check_requests
 from freda.decode.config import EngineConfig
 from freda.decode.device import DeviceBatch, ForwardBackend, Program, prefill, stays_on_device
-from freda.decode.pages import PagedCache, Pages
-from freda.errors import require
+from freda.decode.pages import PagedCache, Pages, page_count
+from freda.decode.request import Event, Output, Pass, QueueFull, Request, Sequence
+from freda.decode.stops import StopMatcher
+from freda.errors import FredaError, note, require
 from freda.methods import METHODS
-from freda.methods.config import MethodName
 from freda.methods.method import block_size
 from freda.model.staircase import MOST_BLOCK
 from freda.model.transformer import Transformer
 from freda.model.weights import LoadedModel
 
-# Most requests of an engine whose passes are compiled around the forward: some eighty kernels of 2 µs are 6% of a
+# Engines for at most so many requests are compiled around the forward: some eighty kernels of 2 µs are 6% of a
 # forward over few tokens. Compiling takes a while, and pays for an engine that is made for one stream.
 MOST_COMPILED = 4
-LOOK_BACK = 64  # tokens at the end of a text in which stop strings are looked for, beside the new block
+DAMAGED = "the model's probabilities are not finite: its weights are damaged, or too large for their precision"
+
+Kind = tuple[str, bool]  # of a batch: the method, and whether its passes stay on the device
 
 
-class Event(NamedTuple):
-    """What a step did for a request."""
+class Handle:
+    """A submitted request: iterate over its events, wait for its result, or cancel it.
 
-    request: int
-    tokens: list[int]  # newly committed
-    finish: str  # "stop", "length", "cancelled" or "error"; empty: it goes on
-    error: str = ""
+    A request whose reader goes away is cancelled: when the iteration ends early, or nobody holds the handle any more.
+    """
 
+    def __init__(self, engine: Engine, sequence: Sequence) -> None:
+        self._engine, self._sequence = engine, sequence
 
-class _Running:
-    """A request that has been admitted, or waits."""
+    @property
+    def finished(self) -> bool:
+        """Has the request ended, one way or another?"""
+        return self._sequence.output is not None
 
-    def __init__(
-        self, number: int, request: Request, kind: tuple[MethodName, bool], stop: Sequence[str], size: int
-    ) -> None:
-        self.number, self.kind, self.stop, self.size = number, kind, tuple(stop), size
-        self.text = Text(number, request, size)
-        self.table: list[int] = []
-        self.begun = time.perf_counter()
+    def __iter__(self) -> Iterator[Event | Pass]:
+        mail = self._sequence.mail
+        try:
+            while True:
+                finished = self.finished  # asked first: the last event is filed before the output
+                if mail:
+                    yield mail.popleft()
+                elif finished:
+                    return
+                else:
+                    self._engine.advance(lambda: bool(mail) or self.finished)
+        finally:
+            self.cancel()
+
+    def result(self) -> Output:
+        """Wait for the end of the request."""
+        while self._sequence.output is None:
+            self._engine.advance(lambda: self.finished)
+        return self._sequence.output
+
+    def cancel(self) -> None:
+        """End the request and free its pages, at once or after the step that is under way."""
+        if not self.finished:
+            self._engine.cancel(self._sequence)
+
+    def __del__(self) -> None:
+        if not self.finished:  # this may run anywhere, so it must not wait for a lock
+            self._engine.flagged.append(self._sequence)
 
 
 class Engine:
-    """Runs requests of one model. Not for several threads at once."""
+    """Runs requests of one model."""
 
     def __init__(
         self,
@@ -66,46 +100,67 @@ class Engine:
         self.loaded, self.config, self.model = loaded, config, loaded.model
         for name in ("max_batch", "page_size", "queue", "prefill"):
             require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}; use 1 or more")
-        size = loaded.method.block_size
-        require(
-            config.page_size % size == 0,
-            f"page_size {config.page_size} is no multiple of the model's block size {size}",
-        )
-        longest = self.model.config.max_positions + size
-        automatic = min(65_536, config.max_batch * longest) // config.page_size + 1
-        self.pages = Pages(self.model, config.pages or automatic, config.page_size)
-        self.waiting: deque[_Running] = deque()
-        self.running: dict[int, _Running] = {}
-        self.batches: dict[tuple[MethodName, bool], Batch] = {}  # by method, and whether passes stay on the device
+        size, limit = loaded.method.block_size, self.model.config.max_positions
+        self.max_length = min(config.max_length or limit, limit)  # tokens of a prompt and its answer
+        page_size = math.lcm(config.page_size, size)
+        needed = -(-(self.max_length + size) // page_size)
+        count = config.pages or page_count(self.model, page_size, config.max_batch, needed)
+        self.pages = Pages(self.model, count, page_size)
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}
+        self.batches: dict[Kind, Batch] = {}
+        self.flagged: deque[Sequence] = deque()  # to be cancelled
+        self._current: Kind | None = None  # the batch that is being changed
+        self._news = threading.Condition(threading.Lock())
+        self._stepping = False  # guarded by `_news`, like what is appended to `waiting`
+        self._number = 0
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._table_pages = min(self.pages.count, needed)
+        self._explained = not config.on_device or not self.model.embed_tokens.weight.is_cuda
         made = machine or functools.partial(_packed_model, int8=config.int8)
         whole = size <= MOST_BLOCK and size & (size - 1) == 0  # blocks that the kernels are made for
         self._machine = made(self.model, self.pages) if config.on_device and whole else None
-        self._programs: dict[tuple[Any, ...], Program] = {}
-        self._table_pages = min(self.pages.count, self.pages.needed(longest))
-        self.outputs: dict[int, Output] = {}
-        self._number = 0
+        if self._machine is None:
+            self._explain(_why_plain(self.model, size))
 
     @property
     def busy(self) -> bool:
-        """Is there anything to do?"""
+        """Is any request waiting or running?"""
+        self._sweep()
         return bool(self.waiting or self.running)
 
-    def submit(self, request: Request, *, method: str | None = None, stop: Sequence[str] = ()) -> int:
-        """Queue a request; returns its number. One that can never run is refused at once."""
-        name = method or self.loaded.method.name
+    def submit(self, request: Request) -> Handle:
+        """Queue a request. One that can never run is refused at once; `QueueFull` means: try again later."""
+        name, size = self.check(request)
+        config = self.loaded.method
+        on_device = self._machine is not None and stays_on_device(self.model, config, request)
+        if self._machine is not None and not on_device:
+            self._explain("the request samples, or its scorer has a layer of its own, or its embeddings are rescaled")
+        with self._news:
+            if len(self.waiting) >= self.config.queue:
+                raise QueueFull(
+                    f"{len(self.waiting)} requests are waiting, as many as the queue holds; try again later"
+                )
+            self._number += 1
+            sequence = Sequence(self._number, request, size)
+            sequence.kind = (name, on_device and not request.watch)
+            if request.stop:
+                sequence.matcher = StopMatcher(self.loaded.tokenizer.decode, request.stop)
+            handle = Handle(self, sequence)
+            self.waiting.append(sequence)
+        self._sweep()
+        return handle
+
+    def check(self, request: Request) -> tuple[str, int]:
+        """Refuse a request that can never run; returns its method's name and block size."""
+        name = request.method or self.loaded.method.name
         require(name in METHODS, f"there is no method {name!r}; use one of {', '.join(METHODS)}")
         rule, config = METHODS[name], self.loaded.method  # type: ignore[index]
         check_requests(self.model, rule, config, [request])
-        require(all(stop), "a stop string is empty; leave it away")
+        size, length = block_size(rule, config), len(request.prompt) + request.max_new_tokens
         require(
-            len(self.waiting) < self.config.queue,
-            f"{len(self.waiting)} requests are waiting already, as many as the queue holds; try again later",
-        )
-        size = block_size(rule, config)
-        length = len(request.prompt) + request.max_new_tokens
-        require(
-            length <= self.model.config.max_positions,
-            f"prompt and answer have {length} tokens, the model is made for {self.model.config.max_positions}; "
+            length <= self.max_length,
+            f"prompt and answer have {length} tokens, the limit is {self.max_length}; "
             f"shorten the prompt or ask for fewer new tokens",
         )
         needed = self.pages.needed(length + size)
@@ -113,137 +168,248 @@ class Engine:
             needed <= self.pages.count,
             f"the request needs {needed} pages, the engine has {self.pages.count}; ask for fewer tokens or raise pages",
         )
-        self._number += 1
-        on_device = self._machine is not None and stays_on_device(self.model, config, request)
-        kind: Any = (name, on_device)
-        self.waiting.append(_Running(self._number, request, kind, stop, size))
-        return self._number
+        return name, size
 
-    def cancel(self, number: int) -> None:
-        """End a request now; its pages are free at once."""
-        found = next((one for one in (*self.waiting, *self.running.values()) if one.number == number), None)
-        if found is None:
-            return
-        if found in self.waiting:
-            self.waiting.remove(found)
-        else:
-            batch = self.batches[found.kind]
-            batch.leave({next(row for row, text in enumerate(batch.texts) if text.index == number)})
-        self._finish(found, "cancelled")
+    def completed(self, requests: Iterable[Request]) -> Generator[tuple[int, Output], None, None]:
+        """Run requests and keep the engine full; yields (index, output) as each finishes, whatever the order.
 
-    @torch.no_grad()
-    def step(self, watch: Watch | None = None) -> list[Event]:
+        A request that is refused has finish "error". Ending the iteration early cancels what is left.
+        """
+        handles: dict[int, Handle] = {}
+        numbered = enumerate(requests)
+        following = next(numbered, None)
+        try:
+            while following or handles:
+                while following and len(handles) < 2 * self.config.max_batch:
+                    try:
+                        handles[following[0]] = self.submit(following[1])
+                    except QueueFull:
+                        break
+                    except FredaError as error:
+                        yield following[0], Output([], 0, "error", 0.0, str(error))
+                    following = next(numbered, None)
+                self.advance(lambda: any(handle.finished for handle in handles.values()))
+                for index in [index for index, handle in handles.items() if handle.finished]:
+                    yield index, handles.pop(index).result()
+        finally:
+            for handle in handles.values():
+                handle.cancel()
+
+    def run(self, requests: collections.abc.Sequence[Request]) -> list[Output]:
+        """Run requests to their end; returns their outputs in order."""
+        outputs = dict(self.completed(requests))
+        return [outputs[index] for index in range(len(requests))]
+
+    def step(self) -> None:
         """Admit what fits and make one pass over all that runs."""
-        self.admit()
-        events: list[Event] = []
-        for batch in [batch for batch in self.batches.values() if batch.texts]:
-            events += self._pass(batch, watch)
-        return events
+        self._alone(self._step, lambda: False)
 
-    def run(self, requests: Sequence[Request], **settings: object) -> list[Output]:
-        """Run requests to their end, in order; `settings` are those of `submit`, for all."""
-        numbers = []
-        for request in requests:
-            while len(self.waiting) >= self.config.queue:
-                self.step()
-            numbers.append(self.submit(request, **settings))  # type: ignore[arg-type]
-        while self.busy:
-            self.step()
-        return [self.outputs.pop(number) for number in numbers]
+    def admit(self) -> None:
+        """Admit what fits and bring it into the cache; a step without its passes, to be timed by itself."""
+        self._alone(self._admit, lambda: False)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def advance(self, done: Callable[[], bool]) -> None:
+        """Make one step, or wait while another thread makes one; returns as soon as `done`."""
+        self._alone(self._step, done)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a request at once, or after the step that is under way. Never blocks."""
+        self.flagged.append(sequence)
+        self._sweep()
+
+    def _alone(self, work: Callable[[], None], done: Callable[[], bool]) -> None:
+        """Do `work` while no other thread does any; instead return as soon as `done`."""
+        mine = False
+        try:
+            with self._news:
+                while self._stepping and not done():
+                    self._news.wait()
+                if done():
+                    return
+                mine = self._stepping = True
+            self._guarded(work)
+        finally:
+            if mine:
+                with self._news:
+                    self._stepping = False
+                    self._news.notify_all()
+            self._sweep()
 
     @torch.no_grad()
-    def admit(self) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Cancel flagged requests and do `work`; if it fails, or is interrupted, nothing half-done stays behind."""
+        try:
+            self._cancel_flagged()
+            work()
+        except BaseException as error:
+            self._recover(str(error) or type(error).__name__)
+            raise
+        finally:
+            self._current = None
+
+    def _sweep(self) -> None:
+        """Cancel flagged requests, unless a thread is at work, which will do so afterwards. Never blocks.
+
+        Flags are looked for again after the lock is released: who could not get it meanwhile has left one.
+        """
+        while self.flagged and self._news.acquire(blocking=False):
+            try:
+                if self._stepping:
+                    return
+                self._guarded(lambda: None)
+                self._news.notify_all()
+            finally:
+                self._news.release()
+
+    def _cancel_flagged(self) -> None:
+        while self.flagged:
+            one = self.flagged.popleft()
+            if one.output is not None:
+                continue
+            if one.index in self.running:
+                self._current = one.kind
+                batch = self.batches[one.kind]
+                batch.leave({batch.texts.index(one)})
+            with contextlib.suppress(ValueError):  # it is running, or its submission was interrupted
+                self.waiting.remove(one)
+            self._finish(one, Event([], "cancelled"))
+
+    def _recover(self, error: str) -> None:
+        """After an error: end the requests of the batch that was being changed, and those in no batch yet.
+
+        The pages are counted anew from the requests that are left, and no text is remembered.
+        """
+        if self._current is not None:
+            self.batches.pop(self._current, None)
+        whole = {one.index for batch in self.batches.values() for one in batch.texts}
+        for one in [one for one in self.running.values() if one.index not in whole]:
+            del self.running[one.index]
+            with contextlib.suppress(ValueError):
+                self.waiting.remove(one)  # where its admission was interrupted
+            if one.output is None:
+                one.end(Event([], "error", error))
+        self.pages.restore([one.table for one in self.running.values()])
+
+    # -- what a step does ----------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._admit()
+        for kind, batch in list(self.batches.items()):
+            if batch.texts:
+                self._current = kind
+                self._pass(batch)
+
+    def _admit(self) -> None:
         """Move waiting requests in, as long as the first of them fits, and bring their prompts into the cache.
 
         One whose beginning is being computed for another waits for the next step, where it is known: sixty questions
         behind the same worked examples compute these once.
         """
-        new: dict[tuple[MethodName, bool], list[_Running]] = {}
+        new: dict[Kind, list[Sequence]] = {}
         coming: set[bytes] = set()
         while self.waiting and len(self.running) < self.config.max_batch:
             first = self.waiting[0]
-            text, size = first.text, first.size
-            last = 0 if METHODS[first.kind[0]].DRAFTS else 1  # what must not be stored before the first pass
-            tokens = len(text.request.prompt) + text.request.max_new_tokens + size
-            stored = text.clean[: len(text.clean) - last]
-            begins = self.pages.first_unknown(stored, size)
-            reserved = None if begins in coming else self.pages.reserve(stored, tokens, size)
+            tokens = len(first.request.prompt) + first.request.max_new_tokens + first.size
+            stored = first.clean[: len(first.clean) - _kept_back(first.kind)]
+            begins = self.pages.first_unknown(stored, first.size)
+            reserved = None if begins in coming else self.pages.reserve(stored, tokens, first.size)
             if reserved is None:
                 break
             coming |= {begins} if begins else set()
-            first.table, text.stored = reserved
-            self.running[first.number] = self.waiting.popleft()
+            first.table, first.stored = reserved
+            self.running[first.index] = first
+            self.waiting.popleft()
             new.setdefault(first.kind, []).append(first)
         for kind, admitted in new.items():
+            self._current = kind
             self._prefill(kind, admitted)
+        self._current = None
 
-    def _prefill(self, kind: tuple[MethodName, bool], admitted: Sequence[_Running]) -> None:
-        cache = PagedCache(self.pages, [one.table for one in admitted], [one.text.stored for one in admitted])
-        texts, stops = [one.text for one in admitted], self.loaded.tokenizer.stop_ids
-        batch = Batch(self.model, METHODS[kind[0]], self.loaded.method, texts, stops, cache)
-        if kind[1] and self._machine is not None:
-            last = 0 if METHODS[kind[0]].DRAFTS else 1
-            prefill(self._machine, cache, texts, admitted[0].size, last, self.config.prefill)
+    def _prefill(self, kind: Kind, admitted: list[Sequence]) -> None:
+        cache = PagedCache(self.pages, [one.table for one in admitted], [one.stored for one in admitted])
+        rule = METHODS[kind[0]]  # type: ignore[index]
+        batch = Batch(self.model, rule, self.loaded.method, admitted, self.loaded.tokenizer.stop_ids, cache)
+        machine = self._machine if kind[1] else None
+        if machine is not None:
+            prefill(machine, cache, admitted, admitted[0].size, _kept_back(kind), self.config.prefill)
         batch.prefill(self.config.prefill)  # what begins like another text, or everything
         for one in admitted:
-            self.pages.learn(one.table, one.text.clean[: one.text.stored], one.size)
-        if kind in self.batches and self.batches[kind].texts:
-            running = self.batches[kind]
+            self.pages.learn(one.table, one.clean[: one.stored], one.size)
+        running = self.batches.get(kind)
+        if running is not None and running.texts:
             assert isinstance(running.cache, PagedCache)
             running.cache.join(cache)
             running.join(batch)
-        elif kind[1] and self._machine is not None:
+        elif machine is not None:
             compiled = self.config.max_batch <= MOST_COMPILED
-            programs, width = self._programs, self._table_pages
-            self.batches[kind] = DeviceBatch(batch, self._machine, programs, width, compiled=compiled)
+            self.batches[kind] = DeviceBatch(batch, machine, self._programs, self._table_pages, compiled=compiled)
         else:
             self.batches[kind] = batch
 
-    def _pass(self, batch: Batch, watch: Watch | None) -> list[Event]:
-        """One pass over a batch, and what it finished."""
-        batch.watched = watch is not None
+    def _pass(self, batch: Batch) -> None:
+        """One pass over a batch; what it did for each request is filed with the request."""
         closed = set(batch.draft_pass())
-        if watch is not None:
-            batch.show(watch)
+        if any(one.request.watch for one in batch.texts):
+            batch.show(self._file_pass)
         sound = batch.sound()
-        events, finished = [], set()
-        for row, text in enumerate(batch.texts):
-            one = self.running[text.index]
-            if not sound[row]:
+        finished = set()
+        for row, one in enumerate(batch.texts):
+            event = Event([], "error", DAMAGED)
+            if sound[row]:
+                if row not in closed:
+                    continue
+                event = self._close_block(one, batch.block(row), batch.stop_ids)
+            if event.finish:
                 finished.add(row)
-                events.append(
-                    Event(one.number, [], "error", "the model's probabilities are not numbers: damaged weights")
-                )
-                self._finish(one, "error")
-            elif row in closed:
-                before = len(text.new)
-                reason = text.close_block(batch.block(row), batch.stop_ids)
-                reason = reason if reason else "stop" if self._stopped(one) else ""
-                events.append(Event(one.number, text.new[before:], reason))
-                if reason:
-                    finished.add(row)
-                    self._finish(one, reason)
+                self._finish(one, event)
+            else:
+                one.mail.append(event)
         batch.next_blocks(finished)
-        return events
 
-    def _stopped(self, one: _Running) -> bool:
-        if not one.stop:
-            return False
-        longest = max(len(stop.encode()) for stop in one.stop)  # no token is shorter than a byte
-        tail = self.loaded.tokenizer.decode(one.text.new[-(max(LOOK_BACK, longest) + one.size) :])
-        return any(stop in tail for stop in one.stop)
+    def _file_pass(self, seen: Pass) -> None:
+        one = self.running[seen.request]
+        if one.request.watch:
+            one.mail.append(seen)
 
-    def _finish(self, one: _Running, reason: str) -> None:
-        """Write down what came of a request, and free its pages; full ones are remembered."""
+    @staticmethod
+    def _close_block(one: Sequence, ids: list[int], stop_ids: set[int]) -> Event:
+        before = len(one.new)
+        reason = one.close_block(ids, stop_ids) or ""
+        tokens = one.new[before:]
+        stopped = one.matcher is not None and one.matcher.feed(tokens)
+        return Event(tokens, reason or ("stop" if stopped else ""))
+
+    def _finish(self, one: Sequence, event: Event) -> None:
+        """Free the pages of a request, and file its last event and its output; full pages are remembered."""
         if one.table:
-            self.pages.learn(one.table, one.text.clean[: one.text.stored], one.size)
+            self.pages.learn(one.table, one.clean[: one.stored], one.size)
             self.pages.release(one.table)
             one.table = []
-        self.running.pop(one.number, None)
-        text = one.text
-        self.outputs[one.number] = Output(text.new, text.nfe, reason, time.perf_counter() - one.begun)
+        self.running.pop(one.index, None)
+        one.end(event)
+
+    def _explain(self, why: str) -> None:
+        """Say once why an engine on a GPU does not use its kernels."""
+        if not self._explained:
+            self._explained = True
+            note(f"decoding without the GPU kernels: {why}")
+
+
+def _kept_back(kind: Kind) -> int:
+    """Tokens at the end of a prompt that must not be stored before the first pass, which predicts from them."""
+    return 0 if METHODS[kind[0]].DRAFTS else 1  # type: ignore[index]
+
+
+def _why_plain(model: Transformer, size: int) -> str:
+    """Why the kernels are not used for a model."""
+    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    if dtype != "bfloat16":
+        return f"the weights are {dtype}; the kernels need bfloat16"
+    if size > MOST_BLOCK or size & (size - 1):
+        return f"blocks have {size} tokens; the kernels need a power of two, at most {MOST_BLOCK}"
+    return "the model's shape is not one that the kernels are made for"
 
 
 def _packed_model(model: Transformer, pages: Pages, *, int8: bool) -> ForwardBackend | None:

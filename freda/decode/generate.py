@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from freda.decode.batch import Batch, Output, Pass, Request, Text, Watch, check_requests
+from freda.decode.batch import Batch, check_requests
 from freda.decode.cache import Cache
+from freda.decode.request import Output, Pass, Request, Watch
+from freda.decode.request import Sequence as Text
 from freda.methods.config import MethodConfig
 from freda.methods.method import Method, block_size
 from freda.model.transformer import Transformer

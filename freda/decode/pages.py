@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +20,20 @@ from torch import Tensor
 from freda.errors import FredaError, require
 from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
+
+MOST_TOKENS = 65_536  # that an engine on a CPU has pages for, unless it is told how many
+FREE_PART = 0.8  # of a GPU's free memory that pages may take: prompts and graphs need some, too
+
+
+def page_count(model: Transformer, page_size: int, max_batch: int, needed: int) -> int:
+    """Pages of an engine: for `max_batch` sequences of `needed` pages each, or for fewer, if memory is short."""
+    config, weight = model.config, model.embed_tokens.weight
+    most = MOST_TOKENS // page_size
+    if weight.is_cuda:
+        token_size = 2 * config.layers * config.kv_heads * config.head_dim * weight.element_size()
+        free, _ = torch.cuda.mem_get_info(weight.device)
+        most = int(FREE_PART * free) // (page_size * token_size)
+    return max(needed, min(most, max_batch * needed)) + 1
 
 
 class Pages:
@@ -83,6 +97,12 @@ class Pages:
         for page, key in zip(table, _keys(text, self.page_size, block_size), strict=False):
             if key not in self._known:
                 self._known[key], self._hash[page] = page, key
+
+    def restore(self, tables: Sequence[Sequence[int]]) -> None:
+        """Count anew: these tables are in use, all other pages are free, and nothing is remembered."""
+        self._users = dict(Counter(page for table in tables for page in table))
+        self._free = [page for page in range(self.count)[::-1] if page not in self._users]
+        self._known, self._hash, self._unused = {}, {}, OrderedDict()
 
     def release(self, table: Sequence[int]) -> None:
         """Give back the pages of a request."""

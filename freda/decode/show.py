@@ -1,7 +1,7 @@
 """Drafts made visible: each pass of a block as a line of tokens, coloured by confidence.
 
-On a terminal `LiveDrafts` redraws the text in place while it is being made; elsewhere every pass is a plain line. A
-committed token carries a mark that does not depend on colour.
+On a terminal `LiveDrafts` redraws the text in place while it is being made, and leaves a table of all passes if asked;
+elsewhere every pass is a plain line. A committed token carries a mark that does not depend on colour.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from freda.data.tokenizer import Tokenizer
-from freda.decode.generate import Pass
+from freda.decode.request import Pass
 
 COMMITTED, OPEN = "✓", "?"
 # Confidence from which a colour is used, the surest first.
@@ -44,7 +44,7 @@ def pass_line(step: Pass, tokenizer: Tokenizer) -> Text:
 
 
 def candidate_lines(step: Pass, tokenizer: Tokenizer) -> list[Text]:
-    """The candidates a pass has chosen from, with ℓ + τ·s, the winner marked; none where there was no choice."""
+    """The candidates that a pass chose from, with ℓ + τ·s and a mark for the winner; nothing if there was no choice."""
     lines = []
     for number, (ids, score) in enumerate(zip(step.candidates, step.scores, strict=True)):
         mark, style = ("→", "bold") if number == step.winner else (" ", "dim")
@@ -53,16 +53,32 @@ def candidate_lines(step: Pass, tokenizer: Tokenizer) -> list[Text]:
     return lines if len(lines) > 1 else []
 
 
+def legend() -> Text:
+    """What the marks and colours of a table of passes mean."""
+    line = Text("a line is one pass over a block: ", style="dim")
+    for (least, style), name in zip(COLOURS, ("sure", "likely", "unsure", "a guess"), strict=True):
+        line.append(f"{name} (from {least:g})", style=style).append(", ", style="dim")
+    marks = f"{COMMITTED} committed, {OPEN} open, ░ blank, ■ end of the text, blue: given by the prompt"
+    return line.append(f"{marks}; → the chosen candidate, with its score ℓ + τ·s", style="dim")
+
+
 class LiveDrafts:
-    """Draws the passes of one request as they happen; give it to `generate` as `watch`."""
+    """Draws the passes of one request as they happen; with `keep`, a table of them stays on the terminal."""
 
     def __init__(
-        self, prompt: Sequence[int], tokenizer: Tokenizer, *, file: TextIO | None = None, pause: float = 0.0
+        self,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer,
+        *,
+        file: TextIO | None = None,
+        pause: float = 0.0,
+        keep: bool = False,
     ) -> None:
         self.tokenizer, self.pause = tokenizer, pause
         self.console = Console(file=file or sys.stderr, highlight=False)
         self.live = Live(console=self.console, auto_refresh=False, transient=True)
         self.ids = list(prompt)
+        self.kept: list[Pass] | None = [] if keep else None
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -70,14 +86,22 @@ class LiveDrafts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.console.is_terminal:
-            self.live.stop()
+        if not self.console.is_terminal:
+            return
+        self.live.stop()
+        if self.kept:
+            self.console.print(legend())
+        for step in self.kept or []:
+            for line in (*candidate_lines(step, self.tokenizer), pass_line(step, self.tokenizer)):
+                self.console.print(line)
 
     def __call__(self, step: Pass) -> None:
         """Show one pass."""
         if self.console.is_terminal:
             self.live.update(self._picture(step), refresh=True)
             time.sleep(self.pause)
+            if self.kept is not None:
+                self.kept.append(step)
         else:
             for line in (*candidate_lines(step, self.tokenizer), pass_line(step, self.tokenizer)):
                 self.console.print(line, soft_wrap=True)
@@ -85,7 +109,7 @@ class LiveDrafts:
             self.ids += [token for token, given in zip(step.ids, step.given, strict=True) if not given]
 
     def _picture(self, step: Pass) -> Text:
-        """The text so far, the block in its colours, and a line that says where we are."""
+        """The text so far, the block in its colours, and a line that names the block and the pass."""
         picture = Text(self.tokenizer.decode(self.ids))
         cells = zip(step.ids, step.prob, step.given, step.committed, strict=True)
         for token, prob, given, committed in cells:

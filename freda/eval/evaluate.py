@@ -25,12 +25,12 @@ from torch import Tensor
 from freda import __version__
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig
+from freda.decode.request import Request
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, require
 from freda.eval.folder import RESULTS, SAMPLES, read_samples
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.report.compare import wilson
-from freda.eval.stand_in import Request, completed
 from freda.eval.task import Example, Graded, Task, checksum
 from freda.files import locked, write_whole
 from freda.model.weights import LoadedModel
@@ -115,7 +115,7 @@ def _generate(
     """Continue the prompts up to the task's stop strings, in the order in which they finish."""
     tokenizer = model.loaded.tokenizer
     requests = [request_for(model, tokenizer.encode(one.prompt), settings, task.stops) for one in examples]
-    for index, output in completed(model.engine, requests):
+    for index, output in model.engine.completed(requests):
         text = cut_at_stop(tokenizer.decode(output.tokens), task.stops)
         counts = {"tokens": len(output.tokens), "nfe": output.nfe}
         yield index, {"output": text, **counts, "finish": output.finish, "error": output.error}

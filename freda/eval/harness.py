@@ -23,11 +23,11 @@ from typing import Any, Protocol
 from freda import __version__
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig
+from freda.decode.request import Output, Request
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, missing_package, require
 from freda.eval.evaluate import about_model, request_for
 from freda.eval.likelihood import Pair, log_likelihood
-from freda.eval.stand_in import Output, Request, completed
 from freda.files import write_whole
 from freda.methods import METHODS
 
@@ -81,7 +81,7 @@ class Answerer:
         """Texts up to the first of each request's stop strings; an empty one where a request cannot be answered."""
         asked = [self._request(number, *request.args) for number, request in enumerate(requests)]
         outputs: dict[int, Output] = {}
-        for index, output in completed(self.model.engine, asked):
+        for index, output in self.model.engine.completed(asked):
             outputs[index] = output
             self._progress(len(outputs), len(asked))
         self.outputs += [outputs[index] for index in range(len(asked))]

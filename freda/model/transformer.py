@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from freda.errors import FredaError
 from freda.model.attention import Backend, Mask, attend
 from freda.model.config import ModelConfig
+from freda.model.device import pick_device as pick_device
 from freda.model.head import Logits, aligned
 
 ONE_PRODUCT = 1024  # tokens from which queries, keys and values are projected together
@@ -224,14 +224,3 @@ def _llama3_scaling(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
     turns = context * frequency / (2 * math.pi)  # rotations within the original context
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return frequency * (blend + (1 - blend) / factor)
-
-
-def pick_device(name: str) -> torch.device:
-    """Resolve `auto` to CUDA where there is a GPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise FredaError(f"there is no device {name!r}; use auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise FredaError("the device is cuda, but no GPU is visible; use auto or cpu")
-    return torch.device(name)

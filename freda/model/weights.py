@@ -25,13 +25,13 @@ from freda.errors import FredaError
 from freda.files import located, read_json, written_beside
 from freda.methods.config import MethodConfig
 from freda.model.config import LLAMA3_SCALING, ModelConfig
+from freda.model.device import DTYPES as DTYPES
 from freda.model.folders import resolve_model_folder
 from freda.model.scorer import Scorer
 from freda.model.tensors import Part, fill_parts, read_safetensors, save_tensors, weight_files
 from freda.model.transformer import Transformer, rotary_frequencies
 from freda.train.config import from_dict
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCORER_FILE = "scorer.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
