@@ -21,7 +21,8 @@ import freda
 from freda.cli import run
 from freda.data.tokenizer import Tokenizer, train_tokenizer
 from freda.decode.api import Model
-from freda.decode.chat import Chat, as_question, messages, talk
+from freda.decode.chat import Chat, messages, talk
+from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
 from freda.folders.model_folder import save_model
 from freda.model.config import ModelConfig
@@ -78,22 +79,24 @@ def lines(*typed: str) -> Iterator[str]:
     return messages(read)
 
 
-def test_a_message_becomes_what_documents_begin_with() -> None:
-    assert as_question("How many?") == as_question("Q: How many?\nA:") == "Q: How many?\nA:"
-    assert as_question("Walk from A. left, now at") == "Walk from A. left, now at"
-    assert as_question('def f(x):\n    """Add."""') == 'def f(x):\n    """Add."""'
-    choice = "Who?\nA. Mia\nB. Tom\nC. Ann\nD. Leo"
-    assert as_question(choice) == as_question(choice + "\nAnswer:") == choice + "\nAnswer:"
+def test_a_message_becomes_a_question(model: Model) -> None:
+    for message, prompt in (
+        ("How many?", "Q: How many?\nA:"),
+        ("Q: How many?\nA:", "Q: How many?\nA:"),
+        ("def f(x):", "Q: def f(x):\nA:"),
+    ):
+        turn = [{"role": "user", "content": message}]
+        assert Chat(model).prompt(turn) == (prompt, ()) and Chat(model, raw=True).prompt(turn) == (message, ())
+    assert Chat(model).suggestions() == ""
 
 
-def test_the_forms_are_those_of_the_mini_suite() -> None:
+def test_the_manifest_of_a_bundled_model_decides_how_it_is_asked() -> None:
     from freda.data import mini
-    from freda.data.config import MiniConfig
 
-    for kind in mini.KINDS:
-        prompt = mini.item(kind, MiniConfig(), "test", 0).prompt
-        typed = prompt.removesuffix("\nA:").removeprefix("Q: ").partition("\nAnswer:")[0]
-        assert prompt.startswith(as_question(typed)) and as_question(prompt) == prompt, kind
+    chat = Chat(freda.load("mini", device="cpu", max_batch=1, max_length=64))
+    for message in ("How many?", 'def f(x):\n    """Add."""', "Walk from A. left, now at"):
+        assert chat.prompt([{"role": "user", "content": message}]) == mini.prompt_of(message)
+    assert chat.suggestions().count("\n") >= len(mini.KINDS)
 
 
 def test_lines_become_messages() -> None:
@@ -103,24 +106,24 @@ def test_lines_become_messages() -> None:
 
 def test_answers_are_those_of_generate_and_do_not_hang_together(model: Model) -> None:
     out = io.StringIO()
-    talk(Chat(model, SHORT), lines("one?", "two?", "one?"), out, drafts=False, pause=0)
+    talk(Chat(model, DecodeConfig(**SHORT)), lines("one?", "two?", "one?"), out, drafts=False, pause=0)
     wanted = [model.generate(f"Q: {text}?\nA:", **SHORT).text for text in ("one", "two", "one")]  # type: ignore[arg-type]
     assert out.getvalue() == "".join(f"{text}\n" for text in wanted) and wanted[0] != wanted[1]
     raw = io.StringIO()
-    talk(Chat(model, SHORT, raw=True), lines("one?"), raw, drafts=False, pause=0)
+    talk(Chat(model, DecodeConfig(**SHORT), raw=True), lines("one?"), raw, drafts=False, pause=0)
     assert raw.getvalue() == model.generate("one?", **SHORT).text + "\n" != f"{wanted[0]}\n"  # type: ignore[arg-type]
 
 
 def test_drafts_are_shown_before_the_text(model: Model) -> None:
     out = io.StringIO()
-    talk(Chat(model, SHORT), lines("one?"), out, drafts=True, pause=0)
+    talk(Chat(model, DecodeConfig(**SHORT)), lines("one?"), out, drafts=True, pause=0)
     shown = out.getvalue()
     text = model.generate("Q: one?\nA:", **SHORT).text  # type: ignore[arg-type]
     assert shown.startswith("block ") and "pass 1" in shown and shown.endswith(f"\n{text}\n")
 
 
 def test_commands(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
-    chat, out = Chat(model, SHORT), io.StringIO()
+    chat, out = Chat(model, DecodeConfig(**SHORT)), io.StringIO()
     talk(
         chat,
         lines("/set passes=1", "/set threshold=2", "one?", "/help", "/nothing", " Quit", "two?"),
@@ -128,7 +131,7 @@ def test_commands(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
         drafts=False,
         pause=0,
     )
-    assert (chat.settings["passes"], chat.settings["threshold"]) == (1, 2)
+    assert (chat.decode.passes, chat.decode.threshold) == (1, 2)
     assert out.getvalue() == model.generate("Q: one?\nA:", **SHORT, passes=1, threshold=2.0).text + "\n"  # type: ignore[arg-type]
     said = capsys.readouterr().err
     assert "/reset" in said and "there is no command /nothing" in said and not chat.command("/quit")
@@ -138,9 +141,9 @@ def test_commands(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/set", "say which setting"),
+        ("/set", "/set passes=2"),
         ("/set pases=2", "there is no setting 'pases'"),
-        ("/set passes=two", "passes is 4 by default, two is of another kind"),
+        ("/set passes=two", "passes is 'two'"),
         ("/set passes=0", "passes is 0; use 1 or more"),
         ("x" * 2000, "the limit is 256"),
     ],
@@ -148,7 +151,7 @@ def test_commands(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_wrong_is_told_and_the_next_message_taken(
     model: Model, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
-    chat, out = Chat(model, SHORT), io.StringIO()
+    chat, out = Chat(model, DecodeConfig(**SHORT)), io.StringIO()
     talk(chat, lines(line, "one?"), out, drafts=False, pause=0)
     assert message in capsys.readouterr().err
     assert out.getvalue() == model.generate("Q: one?\nA:", **SHORT).text + "\n"  # type: ignore[arg-type]
@@ -157,7 +160,7 @@ def test_what_is_wrong_is_told_and_the_next_message_taken(
 
 def test_a_template_gets_the_conversation_without_what_is_too_old(tmp_path: Path) -> None:
     model = freda.load(write_model(tmp_path / "chat", TEMPLATE, positions=96), device="cpu", max_batch=1)
-    chat, asked = Chat(model, SHORT), []
+    chat, asked = Chat(model, DecodeConfig(**SHORT)), []
     plain = model.stream
 
     def stream(prompt: str, **settings: Any) -> Iterator[Any]:
@@ -182,7 +185,7 @@ def test_a_template_gets_the_conversation_without_what_is_too_old(tmp_path: Path
 def test_a_template_that_fails_is_told(tmp_path: Path) -> None:
     model = freda.load(write_model(tmp_path / "bad", "{{ raise_exception('no') }}"), device="cpu", max_batch=1)
     with pytest.raises(FredaError, match="the model's chat template fails"):
-        list(Chat(model, SHORT).ask("one?"))
+        list(Chat(model, DecodeConfig(**SHORT)).ask("one?"))
 
 
 def test_an_interrupted_answer_leaves_the_conversation(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +196,7 @@ def test_an_interrupted_answer_leaves_the_conversation(model: Model, capsys: pyt
                 raise KeyboardInterrupt
             return super().write(text)
 
-    chat, out = Chat(model, SHORT), Broken()
+    chat, out = Chat(model, DecodeConfig(**SHORT)), Broken()
     talk(chat, lines("one?", "two?"), out, drafts=False, pause=0)
     assert "interrupted" in capsys.readouterr().err
     assert [turn["content"] for turn in chat.turns][:1] == ["two?"] and not model.engine.busy
