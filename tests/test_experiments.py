@@ -30,7 +30,6 @@ from freda.errors import FredaError
 from freda.eval.config import load_sweep
 from freda.eval.report.points import Sweep, read_sweep
 from freda.eval.tasks import TASKS
-from freda.methods.config import MethodConfig
 from freda.folders.model_folder import load_model
 from freda.train import config as configs
 from freda.train.config import RunConfig
@@ -106,7 +105,7 @@ def test_what_is_compared_differs_by_the_method_alone(work: Path) -> None:
 def test_every_ablation_changes_what_it_says(work: Path) -> None:
     called(work, "train.sh")
     found = runs(called(work, "ablations.sh", SEEDS="5"))
-    plain = MethodConfig()
+    plain = method()
     changed = {
         name.removeprefix("5/"): {
             key: value for key, value in vars(run.method).items() if value != getattr(plain, key) and key != "name"
