@@ -236,7 +236,7 @@ def test_questions_that_do_not_fit_are_wrong_and_the_others_go_on(tmp_path: Path
     assert found["n"] == 4 and found["errors"] == found["finish"]["error"] == 1
     assert "1 errors" in result_line(found) and found["first_error"] == lines[2]["error"]
     assert lines[2]["finish"] == "error" and not lines[2]["correct"]
-    assert "the model is made for 64" in lines[2]["reason"]
+    assert " 64;" in lines[2]["reason"]
     room = 64 - len(loaded.tokenizer.encode(prompts[1]))
     assert 0 < lines[1]["tokens"] <= room < 20 and lines[3]["finish"] in ("stop", "length")
     assert found["device"] == "CPU" and isinstance(found["commit"], str)

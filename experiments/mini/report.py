@@ -84,7 +84,7 @@ def levels_table(sweep: Sweep) -> Table:
 
 def given_table(sweep: Sweep) -> Table:
     """Every kind by how many tokens of the prompt stand in the first block that is drafted (M8, M12)."""
-    tokenizer, size = Tokenizer.load(SHIPPED), max(sweep.block_size.values())
+    tokenizer, size = Tokenizer.load(SHIPPED), max(decoding.block_size for decoding in sweep.decoding.values())
 
     def given(example: Example) -> str:
         return str(len(tokenizer.encode(example.prompt)) % size)
