@@ -1,11 +1,12 @@
-"""Writes the numbers of the pages from the files that hold them: `python docs/write_numbers.py`, part of `make format`.
+"""Writes numbers and lists into the pages, from the files that hold them: `python docs/write_numbers.py`.
 
-Text between `<!-- numbers: NAME -->` and `<!-- end -->` in the README or a page of docs/ comes from here; the rest is
-written by hand. `mini/NAME` is a table of experiments/mini/report.py.
+`make format` runs it. Text between `<!-- numbers: NAME -->` and `<!-- end -->` in the README or a page of docs/ comes
+from here; the rest is written by hand. `mini/NAME` is a table of experiments/mini/report.py.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
@@ -159,6 +160,17 @@ def demo() -> str:
     return table(("method", "passes", "exact match", "tokens per forward"), rows)
 
 
+def files() -> str:
+    """Every file of the package with the first line of its docstring, folder by folder."""
+    found: dict[Path, list[tuple[str, str]]] = {}
+    for path in sorted((ROOT / "freda").rglob("*.py")):
+        if path.name != "__init__.py":
+            about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            cells = (f"`{path.name}`", about.partition("\n")[0].replace("|", "\\|"))
+            found.setdefault(path.parent.relative_to(ROOT), []).append(cells)
+    return "\n\n".join(table((f"`{folder}/`", ""), rows, words=2) for folder, rows in found.items())
+
+
 # -- the pages -------------------------------------------------------------------------------------------------------
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -171,6 +183,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speed": speed,
     "bundled": bundled,
     "demo": demo,
+    "files": files,
 }
 
 
