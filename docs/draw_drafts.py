@@ -1,6 +1,6 @@
 """Draws docs/images/refine.svg, the README's picture of a text being refined:
 
-python docs/draw_drafts.py mini "Q: Paul has 761 nuts. He gives away 71. A friend takes 163. What is the number of nuts now?"
+python docs/draw_drafts.py mini "Q: ..."     # with the question of the README
 """
 
 from __future__ import annotations
