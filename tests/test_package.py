@@ -31,3 +31,15 @@ def test_users_get_the_types() -> None:
 def test_every_extra_is_used() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert set(extras) == {"gguf", "data", "eval", "harness", "plot", "track", "dev"}
+
+
+def commands(target: str) -> str:
+    """What make would run in a fresh clone."""
+    done = subprocess.run(["make", "-nB", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_the_demo_installs_the_package_alone_and_the_tests_what_they_need() -> None:
+    assert "dev" not in commands("demo") and "-e ." in commands("demo") and "freda demo" in commands("demo")
+    assert ".[dev]" in commands("test") and "--numprocesses 2" in commands("test")
+    assert all("--quiet" not in commands(target) for target in ("demo", "test")), "minutes without a word"
