@@ -13,8 +13,8 @@ from freda.train.config import RunConfig
 PAGE = Path(__file__).parent / "config.md"
 HEAD = """# Config reference
 
-You want to look up a setting. Config files are TOML; `--set section.key=value` overrides a value of a file on the command
-line. This page is made by `python docs/write_config.py`; do not edit it by hand."""
+You want to look up a setting. Config files are TOML; `--set section.key=value` overrides a value of a file on the
+command line. This page is made by `python docs/write_config.py`; do not edit it by hand."""
 
 
 def reference() -> str:
