@@ -4,9 +4,7 @@ in the layout of the benchmarks."""
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
-import gzip
 import json
 import multiprocessing
 import os
@@ -16,20 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from freda.data import mini
 from freda.data.config import CorpusConfig, MiniConfig
-from freda.data.generators import GENERATORS
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.data.shards import Manifest
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.pages import PagedCache, Pages
 from freda.decode.shapes import BlockTable, ForwardShape
-from freda.eval.tasks import TASKS, gpqa
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.methods import METHODS
 from freda.methods.draft import Prediction, predict, soft_embedding

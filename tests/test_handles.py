@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import answering_model
+from freda.methods.config import MethodConfig
 from test_device import PlainMachine
 from test_engine import alone, loaded, prompts
 
@@ -23,7 +24,6 @@ from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.request import Event, Output, Pass, QueueFull, Request
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
 
 TEXTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "a longer prompt that says nothing at all, but goes on"]
 LONG = {"max_new_tokens": 24, "threshold": 2.0}

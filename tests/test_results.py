@@ -28,8 +28,8 @@ from freda.eval.task import Example, Graded, checksum, json_rows
 from freda.eval.tasks import TASKS, math500
 from freda.eval.tasks.gpqa import COLUMNS
 from freda.files import locked
-from freda.model.transformer import Transformer
 from freda.folders.model_folder import LoadedModel, save_model
+from freda.model.transformer import Transformer
 from tests.conftest import answering_model
 
 SUMS = TASKS["sums"]
