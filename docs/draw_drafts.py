@@ -16,7 +16,7 @@ from rich.terminal_theme import MONOKAI
 from freda.decode.generate import Request, generate
 from freda.decode.show import pass_line
 from freda.methods import METHODS
-from freda.model.weights import load_model
+from freda.folders.model_folder import load_model
 
 TARGET = Path(__file__).parent / "images" / "refine.svg"
 
@@ -29,7 +29,7 @@ def draw(model: Path, prompt: str) -> str:
     asked = [Request(prompt=loaded.tokenizer.encode(prompt))]
     rule, stops = METHODS[loaded.method.name], loaded.tokenizer.stop_ids
     output = generate(
-        loaded.model,
+        loaded.backbone,
         rule,
         loaded.method,
         asked,

@@ -33,7 +33,7 @@ from freda.methods import METHODS
 from freda.methods.best_of_n import beam_slots, frozen_clean_half, proposal, score_slots
 from freda.methods.config import MethodConfig
 from freda.model.transformer import pick_device
-from freda.model.weights import LoadedModel, load_model
+from freda.folders.model_folder import LoadedModel, load_model
 from freda.train.config import RunConfig, TrainConfig
 from freda.train.loop import train
 
@@ -138,7 +138,7 @@ def solve(
     ]
     scored = METHODS[loaded.method.name].SCORES
     outputs = generate(
-        loaded.model,
+        loaded.backbone,
         METHODS[loaded.method.name],
         loaded.method,
         asked,
@@ -162,10 +162,10 @@ def judge(loaded: LoadedModel, test: Sequence[Problem]) -> dict[str, Any]:
     for first in range(0, len(test), 250):
         texts = [(problem.prompt, problem.document) for problem in test[first : first + 250]]
         batch, given = solution_batch(loaded, texts)
-        clean = frozen_clean_half(loaded.model, batch, loaded.method)
-        logits = proposal(loaded.model, batch, clean, loaded.method, 1)
+        clean = frozen_clean_half(loaded.backbone, batch, loaded.method)
+        logits = proposal(loaded.backbone, batch, clean, loaded.method, 1)
         slots = beam_slots(logits, batch, loaded.method)
-        values = score_slots(loaded.model, batch, clean, slots, loaded.method)
+        values = score_slots(loaded.backbone, batch, clean, slots, loaded.method)
         share = logits.all().log_softmax(-1).gather(-1, slots.ids.transpose(1, 2))  # (R, L, S)
         likely = share.unflatten(1, (-1, size)).sum(2)
         free = ~given.view(len(given), -1, size).any(-1) & (batch.document >= 0)[:, ::size]

@@ -37,6 +37,9 @@ app = typer.Typer(
 )
 
 DECODING = DecodeConfig()
+Unpublished = Annotated[
+    bool, typer.Option("--unpublished", help="Accept benchmark files whose checksum is not the published one.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -80,9 +83,10 @@ def prepare(
     data: Annotated[Path, typer.Option(help="Folder that relative paths in the config start from.")] = Path(),
     workers: Annotated[int, typer.Option(help="Processes; 0 takes one per core.")] = 0,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be done and how long it takes.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the shards of another corpus in OUT.")] = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Turn documents into token shards; started again, it goes on where it was."""
+    """Turn documents into token shards; started again after an interruption, it resumes."""
     from freda.data.config import load_prepare
     from freda.data.estimate import plan_lines
     from freda.data.prepare import prepare as write_shards
@@ -95,9 +99,9 @@ def prepare(
         print("\n".join(plan_lines(resolved, data, processes)))
         return
     try:
-        manifest = write_shards(resolved, out, root=data, workers=processes, note=note)
+        manifest = write_shards(resolved, out, root=data, workers=processes, replace_other=replace, note=note)
     except KeyboardInterrupt:
-        note("interrupted; the same command goes on with it")
+        note("interrupted; the same command resumes it")
         raise typer.Exit(130) from None
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(shard_lines(manifest)))
@@ -228,94 +232,98 @@ def chat(
     talk(conversation, messages(reader(sys.stdin)), sys.stdout, drafts=shown, pause=pause, keep=bool(drafts))
 
 
-@app.command(epilog="Example: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**")
+@app.command(
+    epilog="Examples: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**; "
+    "a copy in another precision: **freda convert runs/mine models/mine --dtype bfloat16**"
+)
 def convert(
-    source: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors, or a GGUF file.")],
+    source: Annotated[Path, typer.Argument(help="A Hugging Face folder, a GGUF file, or a freda model or run folder.")],
     target: Annotated[Path, typer.Argument(help="Model folder to write.")],
-    block_size: Annotated[int, typer.Option(help="Block size stored with the model.")] = 4,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the source's by default.")] = None,
-    int8: Annotated[bool, typer.Option("--int8", help="Of a model folder of ours: a copy with int8 matrices.")] = False,
+    block_size: Annotated[
+        int | None, typer.Option(help="Block size stored with a Hugging Face or GGUF model; 4 by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16 or int8; by default the source's own, bfloat16 for a quantised GGUF file."
+        ),
+    ] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="The same as --dtype int8.")] = False,
 ) -> None:
-    """Make a model folder of an autoregressive checkpoint, BLANK token added."""
-    from freda.model.convert import convert as convert_checkpoint
-    from freda.model.quantize import quantize_model
+    """Make a model folder from another project's checkpoint, or copy a freda model in another precision."""
+    from freda.folders.convert import convert as write_model_folder
 
-    if int8:
-        if dtype is not None:
-            raise FredaError("--int8 and --dtype say two things; leave one away")
-        for name, value in quantize_model(source, target).items():
-            print(f"{name}: {value}")
-        return
-    for name, value in convert_checkpoint(source, target, block_size=block_size, dtype=dtype).items():
+    if int8 and dtype is not None:
+        raise FredaError(f"--int8 and --dtype {dtype} cannot be combined; omit one of them")
+    summary = write_model_folder(source, target, block_size=block_size, dtype="int8" if int8 else dtype)
+    for name, value in summary.items():
         print(f"{name}: {value}")
 
 
 @app.command(
     "eval",
     epilog="Examples: **freda eval mini --limit 100**; "
-    "**freda eval runs/mine --task gsm8k --data ~/benchmarks --out runs/mine/eval**; "
-    "**freda eval runs/mine --harness --task gsm8k --data ~/benchmarks**; "
-    "**freda eval --self-check --data ~/benchmarks**; **freda eval --compare runs/a/gsm8k runs/b/gsm8k**",
+    "**freda eval runs/mine --task gsm8k --data benchmarks --download --out runs/mine/eval**; "
+    "**freda eval runs/mine --harness --task hellaswag**; "
+    "**freda eval --self-check --data benchmarks**; **freda eval --compare runs/a/gsm8k runs/b/gsm8k**",
 )
+@decode_options
 def evaluate_(
     model: Annotated[
-        Path | None, typer.Argument(help="A model folder, a run folder, or the name of a packaged model.")
+        Path | None, typer.Argument(help="A model folder, a run folder, or the name of a bundled model.")
     ] = None,
     task: Annotated[
         list[str],
-        typer.Option(help="A benchmark, for example gsm8k; may be repeated. A packaged model brings its own."),
+        typer.Option(help="A benchmark, for example gsm8k; may be repeated. A bundled model brings its own."),
     ] = [],  # noqa: B006
     data: Annotated[
-        Path | None, typer.Option(help="Folder of the benchmarks' files; benchmarks by default, or a packaged model's.")
+        Path | None, typer.Option(help="Folder of the benchmarks' files; benchmarks by default, or a bundled model's.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="For samples.jsonl and results.json; MODEL/eval by default, runs/eval for a packaged model."),
+        typer.Option(help="For samples.jsonl and results.json; MODEL/eval by default, runs/eval for a bundled model."),
     ] = None,
     download: Annotated[
-        bool, typer.Option("--download", help="Get files that are not there from the Hugging Face Hub first.")
+        bool, typer.Option("--download", help="First get missing files from the Hugging Face Hub.")
     ] = False,
-    unpublished: Annotated[
-        bool, typer.Option("--unpublished", help="Ask files whose checksum is not the benchmark's.")
-    ] = False,
+    unpublished: Unpublished = False,
     limit: Annotated[int, typer.Option(help="Only the first questions; 0 asks all.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 64,
-    passes: Annotated[int, typer.Option(help="Most passes per block, K.")] = DECODING.passes,
-    threshold: Annotated[float, typer.Option(help="Probability from which a token is committed.")] = DECODING.threshold,
-    width: Annotated[int, typer.Option(help="best-of-n: most candidates per pass, N.")] = DECODING.width,
-    tau: Annotated[float, typer.Option(help="best-of-n: weight of the scorer.")] = DECODING.tau,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer; a task may set less.")] = 1024,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
+    decode: DecodeConfig = DecodeConfig(max_new_tokens=1024),
+    device: Device = "auto",
+    dtype: Dtype = "float32",
     harness: Annotated[
-        bool, typer.Option("--harness", help="Let lm-evaluation-harness ask, and compare; its own tasks work too.")
+        bool, typer.Option("--harness", help="Let lm-evaluation-harness ask; --task names tasks of its own.")
     ] = False,
     self_check: Annotated[bool, typer.Option("--self-check", help="Grade the published answers instead.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Instead: paired difference of two folders, one task's each.")
     ] = None,
 ) -> None:
-    """Answer a benchmark's questions and grade them; stopped, it goes on with the next question."""
+    """Answer a benchmark's questions and grade the answers; a run that was stopped resumes where it was."""
+    if compare is not None:
+        from freda.eval.report import compare as comparing
+
+        print(comparing.compared_line(comparing.compare(*compare)))
+        return
     from freda.eval import command
 
-    if compare is not None:
-        command.compare_folders(*compare)
-        return
-    task, data = command.own_questions(model, task, data)
-    if download:
-        command.download_tasks(task, data)
-        if model is None and not self_check:
-            return
+    if not harness:
+        task, data = command.own_questions(model, task, data)
+        if download:
+            command.download_tasks(task, data)
+            if model is None and not self_check:
+                return
     if self_check:
-        if not command.check_graders(task, data):
+        if not command.check_graders(task, data or Path("benchmarks")):
             raise typer.Exit(1)
         return
     if model is None or not task:
         raise FredaError("name a model and a --task, or check the graders with --self-check")
-    settings = DecodeConfig(passes=passes, threshold=threshold, width=width, tau=tau, max_new_tokens=max_new_tokens)
-    what: dict[str, Any] = {"tasks": task, "data": data, "limit": limit, "unpublished": unpublished, "out": out}
-    how: dict[str, Any] = {"settings": settings, "batch_size": batch_size, "device": device, "dtype": dtype}
-    (command.ask_by_harness if harness else command.evaluate_tasks)(command.Asked(model=model, **what, **how))
+    what: dict[str, Any] = {"tasks": task, "data": data or Path("benchmarks"), "out": out, "settings": decode}
+    how: dict[str, Any] = {"limit": limit, "unpublished": unpublished, "batch_size": batch_size}
+    job = command.EvalJob(model=model, **what, **how, device=device, dtype=dtype)
+    (command.ask_by_harness if harness else command.evaluate_tasks)(job)
 
 
 @app.command(
@@ -327,26 +335,27 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Folder for sweep.json, the tables and the figures.")] = Path("runs/sweep"),
     data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
     draw: Annotated[Path | None, typer.Option(help="Instead: a sweep.json, or its folder, to draw again.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: float32 or bfloat16.")] = "float32",
-    unpublished: Annotated[
-        bool, typer.Option("--unpublished", help="Ask files whose checksum is not the benchmark's.")
-    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    unpublished: Unpublished = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Measure systems over passes, thresholds and candidates; the paper's tables and figures of them."""
+    """Measure systems over passes, thresholds and candidates, and draw the paper's tables and figures of them."""
     if (config is None) == (draw is None):
         raise FredaError("give a config to measure, or --draw FILE to draw what was measured")
-    from freda.eval.command import draw_sweep, measure_sweep
-    from freda.eval.config import load_sweep
-
     if config is not None:
+        from freda.eval.config import load_sweep
+
+        file = load_sweep(config, set_)  # a wrong config fails before torch is loaded
+        from freda.eval.sweep import run_sweep
+
         try:
-            place = {"device": device, "dtype": dtype}
-            measure_sweep(load_sweep(config, set_), data, out, unpublished=unpublished, note=note, **place)
+            run_sweep(file, data, out, device=device, dtype=dtype, unpublished=unpublished, note=note)
         except KeyboardInterrupt:
-            note("interrupted; the same command goes on with it")
+            note("interrupted; the same command resumes where it was")
             raise typer.Exit(130) from None
+    from freda.eval.report.write import draw_sweep
+
     for path in draw_sweep(draw or out, out):
         print(path)
 
@@ -357,22 +366,18 @@ app.add_typer(bench, name="bench")
 @app.command(epilog="Examples: **freda inspect mini**; **freda inspect runs/demo/data --rows 2**")
 def inspect(
     path: Annotated[
-        Path, typer.Argument(help="A model folder, a run folder, a packaged model's name, or a folder of token shards.")
+        Path, typer.Argument(help="A model folder, a run folder, a bundled model's name, or a folder of token shards.")
     ],
     rows: Annotated[int, typer.Option(help="Shards: packed rows to show, with documents and blocks marked.")] = 0,
     seq_len: Annotated[int, typer.Option(help="Shards: tokens per row.")] = 4096,
     block_size: Annotated[int, typer.Option(help="Shards: tokens per block.")] = 4,
-    histogram: Annotated[Path | None, typer.Option(help="Shards: draw the lengths of documents as a PNG.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Shards: read them all and compare their hashes.")] = False,
+    histogram: Annotated[Path | None, typer.Option(help="Shards: draw the document lengths as a PNG.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Shards: read all of them and check their hashes.")] = False,
 ) -> None:
-    """Say what a folder holds."""
-    from freda.describe import describe, describe_shards
+    """Describe what a folder holds."""
+    from freda.describe import ShardView, describe
 
-    if (path / "manifest.json").is_file():
-        shown = {"rows": rows, "seq_len": seq_len, "block_size": block_size}
-        print(describe_shards(path, **shown, histogram=histogram, verify=verify))
-    else:
-        print(describe(path))
+    print(describe(path, ShardView(rows, seq_len, block_size, histogram, verify)))
 
 
 def main() -> NoReturn:

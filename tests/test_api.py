@@ -13,8 +13,8 @@ from freda.decode.api import Completion, Model
 from freda.decode.generate import generate
 from freda.decode.request import Pass, Request
 from freda.errors import FredaError
+from freda.folders.model_folder import load_model, save_model
 from freda.methods import METHODS
-from freda.model.weights import load_model, save_model
 from tests.conftest import answering_model
 
 PROMPTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "", "a longer prompt that says nothing at all, but goes on"]
@@ -37,7 +37,7 @@ def expected(folder: Path, prompt: str, **settings: object) -> list[int]:
     loaded = load_model(folder)
     request = Request(prompt=loaded.tokenizer.encode(prompt), **settings)  # type: ignore[arg-type]
     rule, stop_ids = METHODS["self-refine"], loaded.tokenizer.stop_ids
-    return generate(loaded.model, rule, loaded.method, [request], stop_ids=stop_ids)[0].tokens
+    return generate(loaded.backbone, rule, loaded.method, [request], stop_ids=stop_ids)[0].tokens
 
 
 def test_prompts_alone_and_side_by_side(folder: Path, model: Model) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import answering_model, tiny_model
+from freda.methods.config import MethodConfig
 from test_device import PlainMachine
 from test_engine import loaded
 
@@ -23,11 +24,10 @@ from freda.decode.device import Program
 from freda.decode.generate import generate
 from freda.decode.pages import Pages
 from freda.decode.request import Request
+from freda.folders.model_folder import save_model
 from freda.methods import METHODS
-from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import save_model
 
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
 
@@ -40,10 +40,10 @@ def plain_machine(model: Transformer, pages: Pages, *, int8: bool) -> PlainMachi
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = answering_model(["Tom has 12 apples and buys 7 more.\n"] * 3, 280, seed=3)
     with torch.no_grad():
-        for weight in made.model.layers.parameters():
+        for weight in made.backbone.layers.parameters():
             weight.mul_(8 if weight.dim() > 1 else 1)  # so large that its confidence depends on the text
     folder = tmp_path_factory.mktemp("bench") / "model"
-    save_model(folder, made.model, made.tokenizer, made.method, stage="test")
+    save_model(folder, made.backbone, made.tokenizer, made.method, stage="test")
     return folder
 
 

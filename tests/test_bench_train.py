@@ -13,9 +13,9 @@ from freda.bench.rates import about, copy_rate, matmul_rate
 from freda.bench.train import Load, RandomRows, _profile, bench_train, kind_of, make_run
 from freda.cli import run
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
 from freda.model.shapes import SHAPES
 from freda.train import loop
+from tests.helpers import method
 
 
 def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +40,7 @@ def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_random_rows_are_packed_documents() -> None:
-    load = Load(SHAPES["tiny"], 64, 2, 4, (1,), MethodConfig(), 1.0)
+    load = Load(SHAPES["tiny"], 64, 2, 4, (1,), method(), 1.0)
     batch = RandomRows(load, 500).batch(3, 2)
     assert batch.document[0].tolist() == [d for d in range(4) for _ in range(16)]
     assert batch.position[1].tolist() == list(range(16)) * 4 and int(batch.tokens.max()) < 500
@@ -49,7 +49,7 @@ def test_random_rows_are_packed_documents() -> None:
 
 
 def test_a_profile_is_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Load(SHAPES["tiny"], 64, 1, 1, (3,), MethodConfig(passes=3), 1.0)
+    load = Load(SHAPES["tiny"], 64, 1, 1, (3,), method(passes=3), 1.0)
     seen, step = [], loop.take_step
     monkeypatch.setattr(
         loop, "take_step", lambda run, number: (seen.append(run.config.method.passes), step(run, number))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 from torch import Tensor
 
 from freda.data.config import CorpusConfig
@@ -15,6 +16,7 @@ from freda.data.prepare import prepare_corpus
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.generate import Output, Pass, Request, generate
 from freda.errors import FredaError
+from freda.folders.model_folder import load_model, save_model
 from freda.methods import METHODS, best_of_n
 from freda.methods.best_of_n import (
     Slots,
@@ -26,7 +28,6 @@ from freda.methods.best_of_n import (
     score_slots,
 )
 from freda.methods.candidates import choose
-from freda.methods.config import MethodConfig
 from freda.methods.draft import Candidates, Search
 from freda.methods.method import Step
 from freda.model.attention import make_mask
@@ -35,7 +36,6 @@ from freda.model.head import Logits
 from freda.model.masks import clean_tokens
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import load_model, save_model
 from freda.train import loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from tests.conftest import EOS, packed_batch, tiny_model

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freda.methods.candidates import choose, marginal_cost_beam, sample, subsets
+from freda.methods.candidates import choose, marginal_cost_beam, sample
 from freda.methods.draft import Candidates, Prediction, Search, start
 
 

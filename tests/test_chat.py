@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 
 import freda
 from freda.cli import run
@@ -23,10 +24,9 @@ from freda.decode.api import Model
 from freda.decode.chat import Chat, messages, talk
 from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import save_model
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import save_model
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"

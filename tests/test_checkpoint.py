@@ -21,14 +21,13 @@ from safetensors.torch import load_file, save_file
 from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import load_model
 from freda.model.config import ModelConfig
-from freda.model.weights import load_model
 from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.ranks import fork, run_ranks
+from tests.helpers import fork, method, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def config(shards: Path, **train: object) -> RunConfig:
     return RunConfig(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(shards), seq_len=64),
-        method=MethodConfig(name="autoregressive"),
+        method=method("autoregressive"),
         train=TrainConfig(**{"save_every": 2, "validation_rows": 4, **settings}),  # type: ignore[arg-type]
     )
 
@@ -62,7 +61,7 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_model(run).model.state_dict()
+    return load_model(run).backbone.state_dict()
 
 
 def assert_bitwise(one: Path, two: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -185,9 +186,17 @@ def test_prepare_and_inspect(corpus: Path, capsys: pytest.CaptureFixture[str]) -
     picture = corpus / "lengths.png"
     shown = ["--rows", "2", "--seq-len", "64", "--histogram", str(picture), "--verify"]
     assert run(["inspect", str(corpus / "out"), *shown]) == 0
-    text = capsys.readouterr().out
-    assert "‖Story" in text.replace(" ", "").replace("‖S|tory", "‖Story") or "‖" in text
-    assert ("up to       64" in text and "all hashes are right" in text and "100.0" in text) or "% full" in text
+    lines = capsys.readouterr().out.splitlines()
+    held = re.search(r"^train: (\d+) documents, ([\d,]+) tokens$", written.out, re.M)
+    packed = re.search(r"^(\d+) rows of 64, ([\d.]+)% full;", "\n".join(lines), re.M)
+    assert held is not None and packed is not None
+    documents, tokens = int(held[1]), int(held[2].replace(",", ""))
+    counts = {int(found[1]): int(found[2]) for line in lines if (found := re.match(r" +up to +(\d+) +(\d+) █+$", line))}
+    assert counts.keys() == {16, 32, 64} and sum(counts.values()) == documents
+    assert float(packed[2]) == round(100 * tokens / (64 * int(packed[1])), 2)
+    rows = [lines[lines.index(f"row {number}") + 1] for number in range(2)]
+    assert all(row.startswith("‖") and row.replace("|", "").count("‖Story ") == row.count("‖") for row in rows)
+    assert lines[-2:] == [f"wrote {picture}", "all hashes are right"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     for size in ("2", "8"):
         assert run(["inspect", str(corpus / "out"), "--rows", "1", "--seq-len", "64", "--block-size", size]) == 0

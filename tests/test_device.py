@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, tiny_model
+from freda.methods.config import MethodConfig
 from test_engine import ALL, SMALL, Letters, alone, loaded, prompts, settings_of
 from torch import Tensor
 
@@ -21,13 +22,12 @@ from freda.decode.generate import generate
 from freda.decode.pages import PagedCache, Pages
 from freda.decode.request import Event, Pass, Request, Sequence
 from freda.decode.shapes import BlockTable, ForwardShape
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
-from freda.methods.config import MethodConfig
 from freda.methods.draft import Prediction, predict, soft_embedding
 from freda.model.attention import make_mask
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
 
 GREEDY = {"temperature": 0.0, "candidates": "beam"}
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, tiny_model
+from freda.methods.config import MethodConfig
 
 from freda.data.tokenizer import Tokenizer
 from freda.decode.config import EngineConfig
@@ -18,11 +19,10 @@ from freda.decode.generate import generate
 from freda.decode.pages import Pages
 from freda.decode.request import Event, Pass, QueueFull, Request
 from freda.errors import FredaError
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
-from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
 
 ALL = ("autoregressive", "block-diffusion", "self-refine", "best-of-n")
 SMALL = EngineConfig(max_batch=3, page_size=8, pages=40, prefill=24)

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.generate import Output, Request, generate
 from freda.eval.run import exact_match, score, solution_batch, token_accuracy
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
-from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
 
 TEST = problems("test", 12, steps=1, max_number=30, seed=0)
 
@@ -46,7 +46,7 @@ def test_token_accuracy_equals_generation_after_the_true_prefix(loaded: LoadedMo
         while begin < len(text):
             end = min(begin - begin % size + size, len(text))
             asked = [Request(prompt=text[:begin], max_new_tokens=end - begin, passes=passes, threshold=2.0)]
-            made = generate(loaded.model, METHODS[name], loaded.method, asked, stop_ids=[])[0].tokens  # type: ignore[index]
+            made = generate(loaded.backbone, METHODS[name], loaded.method, asked, stop_ids=[])[0].tokens  # type: ignore[index]
             right += sum(a == b for a, b in zip(made, text[begin:end], strict=True))
             total += end - begin
             begin = end

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from freda.methods.config import MethodConfig
 
 from freda.data.config import load_prepare
 from freda.data.generators import settings_in
@@ -31,8 +32,7 @@ from freda.eval.config import load_sweep
 from freda.eval.report.tables import Sweep
 from freda.eval.sweep import read_sweep
 from freda.eval.tasks import TASKS, load_examples
-from freda.methods.config import MethodConfig
-from freda.model.weights import load_model
+from freda.folders.model_folder import load_model
 from freda.train import config as configs
 from freda.train.config import RunConfig
 from tests.stand_in import write_stand_in

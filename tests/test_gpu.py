@@ -18,7 +18,6 @@ from freda.data.prepare import prepare_corpus
 from freda.decode.generate import Request, generate
 from freda.methods import METHODS
 from freda.methods.best_of_n import frozen_clean_half, proposal, sampled_slots, score_slots
-from freda.methods.config import MethodConfig
 from freda.methods.draft import likeliest
 from freda.methods.method import Step
 from freda.model import head
@@ -30,7 +29,7 @@ from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import make_optimizer
 from freda.train.parallel import shard
 from freda.train.setup import compile_layers
-from tests.conftest import EOS, packed_batch, tiny_model
+from tests.helpers import EOS, method, packed_batch, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -62,7 +61,7 @@ def test_flex_equals_sdpa_with_gradients(name: str) -> None:
     for backend in ("sdpa", "flex"):
         model = model_for(name, head_dim=32).cuda()
         model.backend = backend  # type: ignore[assignment]
-        loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
+        loss = METHODS[name].loss(model, batch, method(), step)  # type: ignore[index]
         loss.backward()
         found[backend] = (loss.item(), {n: w.grad for n, w in model.named_parameters() if w.requires_grad})
     assert found["flex"][0] == pytest.approx(found["sdpa"][0], rel=1e-4)
@@ -73,7 +72,7 @@ def test_flex_equals_sdpa_with_gradients(name: str) -> None:
 
 def test_flex_equals_sdpa_for_packed_slots() -> None:
     """The same slots under both: drawn twice, a rounding error could make another draw of a negative."""
-    batch, config = packed_batch([[64, 128, 32], [200, 16], [96]]).map(Tensor.cuda), MethodConfig()
+    batch, config = packed_batch([[64, 128, 32], [200, 16], [96]]).map(Tensor.cuda), method()
     step = Step(seed=1, step=0, row=torch.arange(3), progress=0.0, passes=2)
     found = {}
     slots = None
@@ -101,7 +100,7 @@ def test_generation_equals_the_cpu(name: str) -> None:
     asked = [Request(prompt=p, max_new_tokens=20, threshold=0.3, temperature=t) for p in prompts for t in (0.0, 1.0)]
     texts = []
     for device in ("cpu", "cuda"):
-        outputs = generate(model.to(device), METHODS[name], MethodConfig(), asked, stop_ids=[EOS])  # type: ignore[index]
+        outputs = generate(model.to(device), METHODS[name], method(), asked, stop_ids=[EOS])  # type: ignore[index]
         texts.append([(output.tokens, output.nfe) for output in outputs])
     assert texts[0] == texts[1]
 
@@ -236,7 +235,7 @@ def test_compiled_layers_equal_eager_ones(name: str) -> None:
         for seed, lengths in enumerate(([[1024, 1024], [2048]], [[512, 1536], [1024, 960]])):
             batch = packed_batch(lengths, seed).map(Tensor.cuda)
             step = Step(seed=1, step=seed, row=torch.arange(2), progress=0.0, passes=2)
-            loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
+            loss = METHODS[name].loss(model, batch, method(), step)  # type: ignore[index]
             loss.backward()
             norm = torch.nn.utils.get_total_norm([w.grad for w in model.parameters() if w.grad is not None])
             found[compiled] += [loss.item(), norm.item()]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from freda.methods.config import MethodConfig
 
 from freda.cli import run
 from freda.data.tokenizer import train_tokenizer
@@ -24,10 +25,9 @@ from freda.eval.evaluate import evaluate
 from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
 from freda.eval.tasks import TASKS, gsm8k
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel, save_model
 from tests.benchmarks import write_lines, written
 
 pytest.importorskip("lm_eval")
@@ -107,7 +107,7 @@ def test_whole_texts_are_scored_once(
     method: str, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = models[method]
-    monkeypatch.setattr(loaded.model, "config", dataclasses.replace(loaded.model.config, max_positions=64))
+    monkeypatch.setattr(loaded.backbone, "config", dataclasses.replace(loaded.backbone.config, max_positions=64))
     lm, encode = make_lm(loaded, SHORT, 2), loaded.tokenizer.encode
     before = [] if method == "self-refine" else [loaded.tokenizer.eos_id]
     short, long = encode("What is 3?"), encode("What is 3? " * 30)

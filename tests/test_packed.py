@@ -15,7 +15,7 @@ from test_device import PlainMachine
 
 from freda.decode.pages import Pages
 from freda.decode.shapes import BlockTable, ForwardShape
-from freda.model import quantize
+from freda.folders import quantize
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 

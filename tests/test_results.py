@@ -21,10 +21,10 @@ from freda.eval.evaluate import evaluate, fingerprint
 from freda.eval.folder import read_samples
 from freda.eval.report.compare import compare
 from freda.eval.tasks import TASKS, gpqa, humaneval, math500, mbpp, mmlu, sums
-from freda.eval.tasks.task import Example, Graded, checksum, json_rows
+from freda.eval.task import Example, Graded, checksum, json_rows
 from freda.files import locked
+from freda.folders.model_folder import LoadedModel
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
 from tests.conftest import answering_model
 
 SHORT = DecodeConfig(max_new_tokens=9, passes=2, threshold=0.3)
@@ -85,8 +85,8 @@ def test_another_model_dtype_setting_or_version_is_refused(
 ) -> None:
     out = tmp_path / "out"
     evaluate(loaded, sums, asked, out, settings=SHORT)
-    other = Transformer(loaded.model.config, loaded.tokenizer.blank_id)
-    other.load_state_dict(loaded.model.state_dict())
+    other = Transformer(loaded.backbone.config, loaded.tokenizer.blank_id)
+    other.load_state_dict(loaded.backbone.state_dict())
     with torch.no_grad():
         list(other.parameters())[-1].add_(0.01)
     for changed, settings, message in (
@@ -233,7 +233,7 @@ def test_questions_that_do_not_fit_are_wrong_and_the_others_go_on(tmp_path: Path
 def test_fingerprints_see_signs_and_places() -> None:
     loaded = answering_model(["one two three four"] * 50, seed=0)
     seen = [fingerprint(loaded)]
-    weight = loaded.model.layers[0].mlp.up_proj.weight
+    weight = loaded.backbone.layers[0].mlp.up_proj.weight
     assert seen[0] == fingerprint(loaded)
     with torch.no_grad():
         weight.neg_()
@@ -242,6 +242,6 @@ def test_fingerprints_see_signs_and_places() -> None:
         seen.append(fingerprint(loaded))
         weight[0, 0] += 1e-6
         seen.append(fingerprint(loaded))
-    loaded.model.bfloat16()
+    loaded.backbone.bfloat16()
     seen.append(fingerprint(loaded))
     assert len(set(seen)) == 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from freda.model.scorer import Scorer
-from tests.conftest import tiny_model
+from tests.helpers import tiny_model
 
 
 @pytest.fixture

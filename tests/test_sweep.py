@@ -24,11 +24,11 @@ from freda.eval.run import solution_batch, teacher_forced
 from freda.eval.stability import stability
 from freda.eval.sweep import NEVER, Setting, passes_settings, read_sweep, run_sweep, settings_of
 from freda.eval.tasks import load_examples, mmlu, sums
-from freda.eval.tasks.task import Example, checksum
+from freda.eval.task import Example, checksum
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig
 from freda.model.scorer import Scorer
-from freda.model.weights import LoadedModel, save_model
+from freda.folders.model_folder import LoadedModel, save_model
 from tests.conftest import answering_model
 
 SYSTEM = SystemConfig(models=("x",))
@@ -253,7 +253,7 @@ def test_a_sweep_of_missing_or_mixed_models_is_refused(folder: Path, tmp_path: P
 
 
 def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from freda.model.weights import load_model
+    from freda.folders.model_folder import load_model
 
     loaded: LoadedModel = load_model(folder / "self-refine")
     examples = sums.load(folder)[:5]

@@ -18,7 +18,8 @@ from typing import Any
 
 from freda.data.shards import Manifest
 from freda.errors import FredaError, require
-from freda.model.weights import load_model, written_beside
+from freda.folders.model_folder import load_model
+from freda.folders.hugging_face import written_beside
 from freda.train import config as configs
 
 MOST_BYTES, MOST_LOSS = 25_000_000, 0.005
@@ -122,7 +123,7 @@ def card(name: str, run: Path, model: Path, evals: Path, data: Path) -> str:
     made, decoding = stages(run), small["mini_math"]["settings"]
     return CARD.format(
         name=name,
-        parameters=f"{sum(weight.numel() for weight in loaded.model.parameters()) / 1e6:.1f} M",
+        parameters=f"{sum(weight.numel() for weight in loaded.backbone.parameters()) / 1e6:.1f} M",
         suite="../../../docs/mini.md",
         question=small["mini_math"]["prompts"][0].replace("'", "\\'").replace("\n", "\\n"),
         device=small["mini_math"]["device"],

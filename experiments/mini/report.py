@@ -15,7 +15,7 @@ from pathlib import Path
 
 from freda.data.tokenizer import Tokenizer
 from freda.errors import require
-from freda.eval.command import draw_sweep
+from freda.eval.report.write import draw_sweep
 from freda.eval.report.tables import (
     OVERALL,
     Cell,
@@ -31,7 +31,7 @@ from freda.eval.report.tables import (
 )
 from freda.eval.sweep import Setting, read_sweep
 from freda.eval.tasks import load_examples, tasks_named
-from freda.eval.tasks.task import Example, checksum
+from freda.eval.task import Example, checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE, IMAGES = ROOT / "results" / "mini", ROOT / "docs" / "reproduction.md", ROOT / "docs" / "images" / "mini"

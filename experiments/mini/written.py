@@ -16,9 +16,9 @@ from pathlib import Path
 import freda
 from freda.eval.sweep import NEVER
 from freda.eval.tasks import load_examples, tasks_named
-from freda.eval.tasks.task import Example
+from freda.eval.task import Example
 from freda.methods import METHODS
-from freda.model.folders import ASSETS
+from freda.folders.resolve import ASSETS
 
 WALKS, PASSES = 400, (1, 2, 4)
 

@@ -27,13 +27,13 @@ from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.request import Request
 from freda.errors import require
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import LoadedModel, load_model
+from freda.methods import METHODS, method_named
+from freda.methods.method import Method
 from freda.model.device import pick_device, pick_dtype
-from freda.model.scorer import Scorer
+from freda.model.parts import Parts
 from freda.model.shapes import QWEN3_BLANK, SHAPES, layer_parameters
-from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel, load_model
+from freda.model.transformer import Transformer, rotary_frequencies
 
 Note = Callable[[str], None]
 
@@ -102,7 +102,7 @@ def bench_decode(
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     require(method in METHODS, f"there is no method {method!r}; use one of {', '.join(METHODS)}")
-    loaded = _model(model, place, precision, scored=METHODS[method].SCORES)  # type: ignore[index]
+    loaded = _model(model, place, precision, METHODS[method]())
     limits = Limits(copy_rate(place), matmul_rate(place, precision))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
     methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
@@ -120,35 +120,35 @@ def bench_decode(
         "dtype": str(precision).removeprefix("torch."),
         "passes": passes,
         "threshold": threshold,
-        "parameters": sum(weight.numel() for weight in loaded.model.parameters()),
+        "parameters": sum(weight.numel() for weight in loaded.backbone.parameters()),
         "copy_tb": limits.copy / 1e12,
         "matmul_tflops": limits.matmul / 1e12,
         "rows": rows,
     }
 
 
-def _model(name: str, device: torch.device, dtype: torch.dtype, *, scored: bool) -> LoadedModel:
+def _model(name: str, device: torch.device, dtype: torch.dtype, method: Method) -> LoadedModel:
+    """A model folder, or random weights in a shape, with the parts that the method needs."""
     if name not in SHAPES:
         return load_model(Path(name), device, dtype)._replace(tokenizer=NoText())
     shape = SHAPES[name]
-    with torch.device(device):
-        network = Transformer(shape, min(QWEN3_BLANK, shape.vocab_size - 1))
-        network.scorer = Scorer(shape) if scored else None
-        network = network.to(dtype)
-    for part in (network, network.scorer):
-        if isinstance(part, Transformer | Scorer):
-            part.inv_freq = part.inv_freq.float()  # angles in bf16 would be off by whole turns
+    with torch.device("meta"):
+        parts = Parts(Transformer(shape, min(QWEN3_BLANK, shape.vocab_size - 1)))
+    method.start_from(parts, None, name)
+    parts = parts.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for weight in network.parameters():
+        for weight in parts.parameters():
             weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
-    return LoadedModel(network, NoText(), MethodConfig(name="self-refine"), "bench")
+    for part in parts.children():
+        part.inv_freq = rotary_frequencies(shape).to(device)  # in fp32: angles in bf16 would be off by whole turns
+    return LoadedModel(parts, NoText(), method, "bench")
 
 
 def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request]:
     """Different prompts, so that nothing is shared."""
     generator = torch.Generator().manual_seed(seed)
-    texts = torch.randint(0, loaded.model.blank_id, (case.batch, case.context), generator=generator).tolist()
+    texts = torch.randint(0, loaded.backbone.blank_id, (case.batch, case.context), generator=generator).tolist()
     rules: dict[str, Any] = {"passes": case.passes, "threshold": case.threshold, "method": case.method}
     rules["max_new_tokens"] = case.new_tokens
     return [Request(prompt=text, seed=number, **rules) for number, text in enumerate(texts)]
@@ -245,7 +245,7 @@ def _of_passes(
     """What a row says of the forwards after the prefill."""
     weights = sum(
         weight.numel() * (1 if int8 and weight.dim() > 1 else weight.element_size())
-        for weight in loaded.model.parameters()
+        for weight in loaded.backbone.parameters()
     )
     return {
         "passes_seconds": seconds,
@@ -261,7 +261,7 @@ def _of_prefill(loaded: LoadedModel, case: Case, seconds: float, limits: Limits)
     return {
         "prefill_seconds": seconds,
         "prefill_tokens_per_s": tokens / seconds,
-        "prefill_share_of_matmul": 2.0 * layer_parameters(loaded.model.config) * tokens / seconds / limits.matmul,
+        "prefill_share_of_matmul": 2.0 * layer_parameters(loaded.backbone.config) * tokens / seconds / limits.matmul,
     }
 
 
@@ -271,7 +271,7 @@ def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits, no
     if hugging_face.version() is None:
         note("transformers is not installed: nothing to compare with")
         return [{"what": f"{what}: transformers is not installed", **_sizes(case)} for case in cases]
-    theirs, rows = hugging_face.borrowed(loaded.model), []
+    theirs, rows = hugging_face.borrowed(loaded.backbone), []
     for case in cases:
         _forget(loaded)
         few, prompts = ([request.prompt for request in _requests(loaded, case, seed=seed)] for seed in (0, 1))
@@ -295,12 +295,9 @@ def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits, no
 def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
     """The reference loop with its cache, request by request."""
     _forget(loaded)
-    requests, rule = _requests(loaded, case)[:MOST_ONE_BY_ONE], METHODS[case.method]  # type: ignore[index]
+    requests, method = _requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.method, loaded.method)
     begun = _now(loaded)
-    made = [
-        generate(loaded.model, rule, loaded.method, [request], stop_ids=loaded.tokenizer.stop_ids)[0]
-        for request in requests
-    ]
+    made = [generate(loaded.parts, method, [request], stop_ids=loaded.tokenizer.stop_ids)[0] for request in requests]
     ended = _now(loaded)
     tokens, nfe = sum(len(output.tokens) for output in made), sum(output.nfe for output in made)
     row = {
@@ -316,7 +313,7 @@ def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
 
 
 def _on_cuda(loaded: LoadedModel) -> bool:
-    return loaded.model.embed_tokens.weight.is_cuda
+    return loaded.backbone.embed_tokens.weight.is_cuda
 
 
 def _now(loaded: LoadedModel) -> float:

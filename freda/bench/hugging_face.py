@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from freda.folders.hugging_face import EMBEDDING, HEAD, hugging_face_config, hugging_face_name
 from freda.model.transformer import Transformer
-from freda.model.weights import EMBEDDING, HEAD, hugging_face_config, hugging_face_name
 
 
 class Timed(NamedTuple):

@@ -20,6 +20,7 @@ from freda.bench.rates import about, kernel_times, matmul_rate, seconds
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
+from freda.folders.hugging_face import DTYPES
 from freda.methods import METHODS
 from freda.methods.config import MethodConfig
 from freda.methods.draft import CleanHalf, clean_half, clean_mask, draft_mask
@@ -30,7 +31,6 @@ from freda.model.attention import attend, pick_backend
 from freda.model.config import ModelConfig
 from freda.model.shapes import QWEN3_BLANK, SHAPES
 from freda.model.transformer import Transformer, pick_device
-from freda.model.weights import DTYPES
 from freda.train import loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.flops import step_flops, visible_pairs

@@ -3,7 +3,7 @@
 Rows are numbered through all epochs: row g is row `order[g % rows]` of the packing, where `order` is the permutation of
 epoch g // rows, drawn from (seed, epoch). A run that asks for rows by number needs no loader state to resume, and
 many processes that each ask for their own numbers (`rank_rows`) see what one process would have seen. A `Prefetcher`
-asks for the rows of the coming steps in a thread; what they are does not depend on it.
+reads the rows of the coming steps in a thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from freda.data.pack import plan
 from freda.data.shards import Documents, Manifest
 from freda.errors import FredaError
 
-if TYPE_CHECKING:  # training reads ids only: it need not wait for the tokenizer's library
+if TYPE_CHECKING:  # training only reads ids: it need not import the tokenizer library
     from freda.data.tokenizer import Tokenizer
 
 Ints = NDArray[np.signedinteger[Any]]
@@ -42,13 +42,13 @@ class Batch(NamedTuple):
     one_document: bool = False  # every row is one document from its first place on; kept on the host, for the masks
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """`function` of every tensor."""
+        """The batch with `function` applied to every tensor."""
         tokens, document, position, fill, one_document = self
         return Batch(function(tokens), function(document), function(position), function(fill), one_document)
 
     @staticmethod
     def cat(batches: Sequence[Batch]) -> Batch:
-        """The rows of all of them."""
+        """One batch with the rows of several."""
         return Batch(
             tokens=torch.cat([batch.tokens for batch in batches]),
             document=torch.cat([batch.document for batch in batches]),
@@ -72,7 +72,9 @@ class Loader:
         self._kept_order: tuple[int, Ints] | None = None
         self.rows = self._plan.rows
         if self.rows == 0:
-            raise FredaError(f"the {split} split of {folder} holds no document; prepare it with at least one")
+            key = "prepare.validation_share (of a generator: validation_problems, validation_documents)"
+            advice = f"raise {key}" if split == "validation" else "look at its sources"
+            raise FredaError(f"the {split} split of {folder} holds no document; {advice} and freda prepare --replace")
 
     @property
     def fullness(self) -> float:
@@ -99,7 +101,7 @@ class Loader:
         )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """A model must read the ids as the tokenizer of the shards wrote them."""
+        """Refuse a model whose tokenizer is not the one that the shards were written with."""
         ours, theirs = self.manifest.tokenizer, tokenizer.fingerprint
         if ours != theirs:
             raise FredaError(
@@ -163,7 +165,7 @@ def rank_rows(batch_rows: int, group_rows: int, *, rank: int, world: int) -> lis
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
-    """For a GPU, the batch in memory that it can copy from while the program goes on. `device` has its number."""
+    """The batch in pinned memory, from which a GPU (`device`, with its index) copies while the program continues."""
     if device.type != "cuda":
         return batch
     with torch.cuda.device(device):  # a new thread is on GPU 0, and pinning there would open a context on it
@@ -200,7 +202,7 @@ class Prefetcher:
         self._ready.clear()
 
     def take(self, step: int) -> list[Batch]:
-        """The batches of the next step, when they are ready."""
+        """Wait for the batches of the next step."""
         with self._changed:
             if step != self._next or step not in self._steps:
                 raise ValueError(f"asked for step {step}, next is {self._next} of {self._steps}")
@@ -222,7 +224,7 @@ class Prefetcher:
                 with self._changed:
                     self._ready.append(batches)
                     self._changed.notify_all()
-        except BaseException as error:  # the loop's to handle, with the thread's traceback
+        except BaseException as error:  # for the training loop to handle, with the traceback of this thread
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

@@ -21,7 +21,7 @@ from freda.decode.config import DecodeConfig
 from freda.decode.request import Output, Pass
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
-from freda.model.folders import resolve_model_folder
+from freda.folders.resolve import resolve_model_folder
 from freda.sections import build
 
 HELP = """/reset            forget the conversation
@@ -76,7 +76,7 @@ class Chat:
         if not self.template:
             return mini.prompt_of(message) if self._data() else (_question(message), ())
         loaded = self.model.loaded
-        room = loaded.model.config.max_positions - self.decode.max_new_tokens
+        room = loaded.backbone.config.max_positions - self.decode.max_new_tokens
         while True:
             text = rendered(self.template, loaded.tokenizer, [*self._first, *turns])
             if len(turns) == 1 or len(loaded.tokenizer.encode(text)) <= room:

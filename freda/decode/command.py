@@ -13,27 +13,24 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.request import Request
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
-from freda.methods import METHODS
-from freda.methods.method import block_size
+from freda.folders.model_folder import LoadedModel, load_model
+from freda.folders.resolve import resolve_model_folder
+from freda.methods import method_named
 from freda.model.device import pick_device, pick_dtype
-from freda.model.folders import resolve_model_folder
-from freda.model.weights import LoadedModel, load_model
 
 
 def open_model(path: Path, device: str, dtype: str, *, method: str | None = None) -> LoadedModel:
     """Load a model, and say so where a method will decode it that it was not trained for."""
     place = pick_device(device)
     loaded = load_model(path, place, pick_dtype(dtype, place))
-    name = method or loaded.method.name
-    require(name in METHODS, f"there is no method {name!r}; use one of {', '.join(METHODS)}")
-    in_blocks = block_size(METHODS[name], loaded.method) > 1  # type: ignore[index]
-    if loaded.stage == "base" and in_blocks:
+    used = method_named(method, loaded.method)
+    if loaded.stage == "base" and used.layout.block > 1:
         note(
-            f"warning: {path} was converted but never trained to fill blocks, so {name} will write nonsense; "
+            f"warning: {path} was converted but never trained to fill blocks, so {used.name} will write nonsense; "
             "train it first, or use --method autoregressive"
         )
-    elif name != loaded.method.name:
-        note(f"note: {path} was trained as {loaded.method.name}, decoding as {name}")
+    elif used.name != loaded.method.name:
+        note(f"note: {path} was trained as {loaded.method.name}, decoding as {used.name}")
     return loaded
 
 

@@ -23,25 +23,25 @@ from typing import Any
 
 import torch
 
-from freda.decode.batch import Batch, check_requests
+from freda.decode.batch import RequestBatch
 from freda.decode.config import EngineConfig
-from freda.decode.device import DeviceBatch, ForwardBackend, Program, prefill, stays_on_device
+from freda.decode.device import DeviceBatch, ForwardBackend, Program, prefill
 from freda.decode.pages import PagedCache, Pages, page_count
 from freda.decode.request import Event, Output, Pass, QueueFull, Request, Sequence
 from freda.decode.stops import StopMatcher
 from freda.errors import FredaError, note, require
-from freda.methods import METHODS
-from freda.methods.method import block_size
+from freda.folders.model_folder import LoadedModel
+from freda.methods import method_named
+from freda.methods.method import Method
 from freda.model.staircase import MOST_BLOCK
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
 
 # Engines for at most so many requests are compiled around the forward: some eighty kernels of 2 µs are 6% of a
 # forward over few tokens. Compiling takes a while, and pays for an engine that is made for one stream.
 MOST_COMPILED = 4
 DAMAGED = "the model's probabilities are not finite: its weights are damaged, or too large for their precision"
 
-Kind = tuple[str, bool]  # of a batch: the method, and whether its passes stay on the device
+Kind = tuple[Method, bool]  # what a batch has in common: the method, and whether its passes stay on the device
 
 
 class Handle:
@@ -97,7 +97,7 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         machine: Callable[[Transformer, Pages], ForwardBackend | None] | None = None,
     ) -> None:
-        self.loaded, self.config, self.model = loaded, config, loaded.model
+        self.loaded, self.config, self.model = loaded, config, loaded.backbone
         for name in ("max_batch", "page_size", "queue", "prefill"):
             require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}; use 1 or more")
         size, limit = loaded.method.block_size, self.model.config.max_positions
@@ -108,7 +108,7 @@ class Engine:
         self.pages = Pages(self.model, count, page_size)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        self.batches: dict[Kind, Batch] = {}
+        self.batches: dict[Kind, RequestBatch] = {}
         self.flagged: deque[Sequence] = deque()  # to be cancelled
         self._current: Kind | None = None  # the batch that is being changed
         self._news = threading.Condition(threading.Lock())
@@ -131,19 +131,18 @@ class Engine:
 
     def submit(self, request: Request) -> Handle:
         """Queue a request. One that can never run is refused at once; `QueueFull` means: try again later."""
-        name, size = self.check(request)
-        config = self.loaded.method
-        on_device = self._machine is not None and stays_on_device(self.model, config, request)
-        if self._machine is not None and not on_device:
-            self._explain("the request samples, or its scorer has a layer of its own, or its embeddings are rescaled")
+        method = self.check(request)
+        reason = method.off_device(self.loaded.parts, request)
+        if self._machine is not None and reason:
+            self._explain(f"a request needs the plain path: {reason}")
         with self._news:
             if len(self.waiting) >= self.config.queue:
                 raise QueueFull(
                     f"{len(self.waiting)} requests are waiting, as many as the queue holds; try again later"
                 )
             self._number += 1
-            sequence = Sequence(self._number, request, size)
-            sequence.kind = (name, on_device and not request.watch)
+            on_device = self._machine is not None and not reason and not request.watch
+            sequence = Sequence(self._number, request, method.layout.block, (method, on_device))
             if request.stop:
                 sequence.matcher = StopMatcher(self.loaded.tokenizer.decode, request.stop)
             handle = Handle(self, sequence)
@@ -151,24 +150,22 @@ class Engine:
         self._sweep()
         return handle
 
-    def check(self, request: Request) -> tuple[str, int]:
-        """Refuse a request that can never run; returns its method's name and block size."""
-        name = request.method or self.loaded.method.name
-        require(name in METHODS, f"there is no method {name!r}; use one of {', '.join(METHODS)}")
-        rule, config = METHODS[name], self.loaded.method  # type: ignore[index]
-        check_requests(self.model, rule, config, [request])
-        size, length = block_size(rule, config), len(request.prompt) + request.max_new_tokens
+    def check(self, request: Request) -> Method:
+        """Refuse a request that can never run; returns its method."""
+        method = method_named(request.method, self.loaded.method)
+        method.check(self.loaded.parts, request, request.prompt)
+        length = len(request.prompt) + request.max_new_tokens
         require(
             length <= self.max_length,
             f"prompt and answer have {length} tokens, the limit is {self.max_length}; "
             f"shorten the prompt or ask for fewer new tokens",
         )
-        needed = self.pages.needed(length + size)
+        needed = self.pages.needed(length + method.layout.block)
         require(
             needed <= self.pages.count,
             f"the request needs {needed} pages, the engine has {self.pages.count}; ask for fewer tokens or raise pages",
         )
-        return name, size
+        return method
 
     def completed(self, requests: Iterable[Request]) -> Generator[tuple[int, Output], None, None]:
         """Run requests and keep the engine full; yields (index, output) as each finishes, whatever the order.
@@ -271,7 +268,7 @@ class Engine:
             if one.index in self.running:
                 self._current = one.kind
                 batch = self.batches[one.kind]
-                batch.leave({batch.texts.index(one)})
+                batch.leave({batch.sequences.index(one)})
             with contextlib.suppress(ValueError):  # it is running, or its submission was interrupted
                 self.waiting.remove(one)
             self._finish(one, Event([], "cancelled"))
@@ -283,7 +280,7 @@ class Engine:
         """
         if self._current is not None:
             self.batches.pop(self._current, None)
-        whole = {one.index for batch in self.batches.values() for one in batch.texts}
+        whole = {one.index for batch in self.batches.values() for one in batch.sequences}
         for one in [one for one in self.running.values() if one.index not in whole]:
             del self.running[one.index]
             with contextlib.suppress(ValueError):
@@ -297,7 +294,7 @@ class Engine:
     def _step(self) -> None:
         self._admit()
         for kind, batch in list(self.batches.items()):
-            if batch.texts:
+            if batch.sequences:
                 self._current = kind
                 self._pass(batch)
 
@@ -312,7 +309,7 @@ class Engine:
         while self.waiting and len(self.running) < self.config.max_batch:
             first = self.waiting[0]
             tokens = len(first.request.prompt) + first.request.max_new_tokens + first.size
-            stored = first.clean[: len(first.clean) - _kept_back(first.kind)]
+            stored = first.clean[: len(first.clean) - first.kind[0].layout.held]
             begins = self.pages.first_unknown(stored, first.size)
             reserved = None if begins in coming else self.pages.reserve(stored, tokens, first.size)
             if reserved is None:
@@ -329,16 +326,16 @@ class Engine:
 
     def _prefill(self, kind: Kind, admitted: list[Sequence]) -> None:
         cache = PagedCache(self.pages, [one.table for one in admitted], [one.stored for one in admitted])
-        rule = METHODS[kind[0]]  # type: ignore[index]
-        batch = Batch(self.model, rule, self.loaded.method, admitted, self.loaded.tokenizer.stop_ids, cache)
-        machine = self._machine if kind[1] else None
+        method, on_device = kind
+        batch = RequestBatch(self.loaded.parts, method, admitted, self.loaded.tokenizer.stop_ids, cache)
+        machine = self._machine if on_device else None
         if machine is not None:
-            prefill(machine, cache, admitted, admitted[0].size, _kept_back(kind), self.config.prefill)
+            prefill(machine, cache, admitted, method.layout.block, method.layout.held, self.config.prefill)
         batch.prefill(self.config.prefill)  # what begins like another text, or everything
         for one in admitted:
             self.pages.learn(one.table, one.clean[: one.stored], one.size)
         running = self.batches.get(kind)
-        if running is not None and running.texts:
+        if running is not None and running.sequences:
             assert isinstance(running.cache, PagedCache)
             running.cache.join(cache)
             running.join(batch)
@@ -348,16 +345,16 @@ class Engine:
         else:
             self.batches[kind] = batch
 
-    def _pass(self, batch: Batch) -> None:
+    def _pass(self, batch: RequestBatch) -> None:
         """One pass over a batch; what it did for each request is filed with the request."""
         closed = set(batch.draft_pass())
-        if any(one.request.watch for one in batch.texts):
+        if any(one.request.watch for one in batch.sequences):
             batch.show(self._file_pass)
-        sound = batch.sound()
+        finite = batch.finite()
         finished = set()
-        for row, one in enumerate(batch.texts):
+        for row, one in enumerate(batch.sequences):
             event = Event([], "error", DAMAGED)
-            if sound[row]:
+            if finite[row]:
                 if row not in closed:
                     continue
                 event = self._close_block(one, batch.block(row), batch.stop_ids)
@@ -395,11 +392,6 @@ class Engine:
         if not self._explained:
             self._explained = True
             note(f"decoding without the GPU kernels: {why}")
-
-
-def _kept_back(kind: Kind) -> int:
-    """Tokens at the end of a prompt that must not be stored before the first pass, which predicts from them."""
-    return 0 if METHODS[kind[0]].DRAFTS else 1  # type: ignore[index]
 
 
 def _why_plain(model: Transformer, size: int) -> str:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from freda.decode.config import DecodeConfig
 from freda.decode.stops import StopMatcher
@@ -86,16 +86,16 @@ class Pass(NamedTuple):
 class Sequence:
     """The progress of one request: its tokens, its pages, and the events that its reader has not seen yet."""
 
-    def __init__(self, index: int, request: Request, size: int) -> None:
+    def __init__(self, index: int, request: Request, size: int, kind: Any = None) -> None:
         whole = len(request.prompt) // size * size
         self.index, self.request, self.size = index, request, size
+        self.kind = kind  # which batch of the engine it belongs to
         self.clean = list(request.prompt[:whole])  # committed tokens: whole blocks
         self.tail = list(request.prompt[whole:])  # prompt tokens given in the first generated block
         self.stored = 0  # how many of `clean` are in the cache
         self.new: list[int] = []
         self.nfe = 0
         self.table: list[int] = []  # its pages
-        self.kind = ("", False)  # its batch: the method, and whether passes stay on the device
         self.matcher: StopMatcher | None = None
         self.mail: deque[Event | Pass] = deque()
         self.output: Output | None = None

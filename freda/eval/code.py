@@ -1,20 +1,22 @@
-"""The code benchmarks: rows of HumanEval, HumanEval+ and MBPP as (program, tests) for the sandbox.
-
-Rows are the published ones, as JSON gives them. Nothing here runs a program; `freda.eval.sandbox.run_many` does.
-"""
+"""Grading by execution: rows of HumanEval, HumanEval+ and MBPP become a program and its tests, run in the sandbox."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+from freda.eval.sandbox import Verdict, run_many
+from freda.eval.task import Example, Graded
 
-# The tests of HumanEval+, as evalplus has them: the reference computes what is expected (in names of its own), and
+FUNCTION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # what follows the body of a function
+MOST_KNOWN = 100_000  # verdicts kept, a few kilobytes each
+_KNOWN: dict[tuple[str, str], Verdict] = {}
+
+# The tests of HumanEval+, as in evalplus: the reference computes what is expected (in a namespace of its own), and
 # floats may differ by atol, or by 1e-6 where the row says 0. Builtins come from the module, since the program may use
-# their names for its own; inputs are read anew, since functions change them. One zero of a polynomial is as good as
-# another, so find_zero is tested by what it is to achieve: a residual of at most atol.
+# their names for its own; inputs are parsed twice, since functions change them. One zero of a polynomial is as good as
+# another, so find_zero is tested by its residual, which must be at most atol.
 PLUS_TESTS = """
 def _freda_check(candidate, reference, inputs, entry_point, atol):
     import json
@@ -47,8 +49,32 @@ def _freda_check(candidate, reference, inputs, entry_point, atol):
 """
 
 
+def executed(
+    program_of: Callable[[Mapping[str, Any], str], tuple[str, str]],
+) -> Callable[[Sequence[Example], Sequence[str]], list[Graded]]:
+    """A `Task.grade_all` that runs completions in the sandbox; `program_of` makes a program and its tests of a row and
+    a completion."""
+
+    def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
+        verdicts = _verdicts([program_of(example.row, text) for example, text in zip(examples, texts, strict=True)])
+        return [Graded(verdict.passed, verdict.reason, text) for verdict, text in zip(verdicts, texts, strict=True)]
+
+    return grade_all
+
+
+def _verdicts(programs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    """Run every program once in this process: the settings of a sweep ask the same question a hundred times, and most
+    answers are the same. Verdicts that depend on the clock are not kept."""
+    new = [program for program in dict.fromkeys(programs) if program not in _KNOWN]
+    found = dict(zip(new, run_many(new), strict=True)) | {job: _KNOWN[job] for job in programs if job in _KNOWN}
+    if len(_KNOWN) + len(new) > MOST_KNOWN:
+        _KNOWN.clear()
+    _KNOWN.update((job, found[job]) for job in new if not found[job].reason.startswith("time out"))
+    return [found[job] for job in programs]
+
+
 def humaneval_program(row: Mapping[str, Any], completion: str) -> tuple[str, str]:
-    """Prompt and completion; the row's test, called on the function asked for."""
+    """Prompt and completion; the row's test, called on the function in question."""
     return row["prompt"] + completion, f"{row['test']}\ncheck({row['entry_point']})\n"
 
 
@@ -62,9 +88,9 @@ def humanevalplus_program(row: Mapping[str, Any], completion: str) -> tuple[str,
 
 
 def mbpp_program(row: Mapping[str, Any], completion: str) -> tuple[str, str]:
-    """The completion, which is all of the program; the row's asserts.
+    """The completion, which is the whole program; the row's asserts.
 
-    The set-up of rows 367 and 927, the only ones that have one, makes trees of the program's own class `Node`: it must
-    come after the program. Before it, as in other harnesses, these two references fail their own tests.
+    The set-up of rows 367 and 927, the only ones that have one, makes trees of the program's own class `Node`, so it
+    comes after the program. Before it, as in other harnesses, these two references fail their own tests.
     """
     return completion, "\n".join([row["test_setup_code"], *row["test_list"], ""])

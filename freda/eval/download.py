@@ -1,8 +1,8 @@
 """The benchmarks' files from the Hugging Face Hub, written in the layout that the tasks read.
 
-What is there already stays. The tasks check the number of rows and the checksum of all questions afterwards, so a
-dataset that has changed on the Hub cannot pass for the benchmark. The worked examples of GSM8K and MATH-500 are on no
-Hub; the package lm_eval carries them.
+Existing files stay as they are. The tasks check the number of rows and the checksum of all questions afterwards, so a
+dataset that has changed on the Hub cannot pass for the benchmark. The exemplars of GSM8K and MATH-500 are not on the
+Hub; the package lm_eval has them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from freda.errors import FredaError, missing_package
-from freda.eval.tasks.task import Task
+from freda.eval.task import Task
 
 Row = Mapping[str, Any]
 
 
 def download(task: Task, folder: Path) -> list[Path]:
     """Write the files of a task that are not in `folder` yet; returns them."""
-    if task.NAME not in FETCH:
-        raise FredaError(f"{task.NAME} {ELSEWHERE.get(task.NAME, 'needs no download')}; leave --download away")
+    if task.name not in FETCH:
+        raise FredaError(f"{task.name} {ELSEWHERE.get(task.name, 'needs no download')}; omit --download")
     made: list[Path] = []
-    for name, write in FETCH[task.NAME].items():
+    for name, write in FETCH[task.name].items():
         path = folder / name
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,30 +50,26 @@ def hub_rows(dataset: str, config: str | None, split: str) -> list[Row]:
         return list(datasets.load_dataset(dataset, config, split=split))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise FredaError(
-            f"cannot get {dataset} from the Hugging Face Hub ({str(error)[:200]}); "
-            f"look at the network and, for a dataset behind an agreement, at huggingface-cli login"
+            f"cannot get {dataset} from the Hugging Face Hub ({str(error)[:200]}); check the network and, "
+            f"for a dataset behind an agreement, log in with: huggingface-cli login"
         ) from None
 
 
-def _lines(rows: Iterable[Row]) -> bytes:
-    return "".join(json.dumps(dict(row)) + "\n" for row in rows).encode()
-
-
 def _json_lines(dataset: str, config: str | None, splits: Sequence[str]) -> Callable[[Path], None]:
-    """Writes the rows of all splits; those of MBPP, which are numbered, in that order."""
+    """A function that writes the rows of all splits; of several (MBPP) in the order of their numbers."""
 
     def write(path: Path) -> None:
         rows = [row for split in splits for row in hub_rows(dataset, config, split)]
         if len(splits) > 1:
             rows.sort(key=lambda row: row["task_id"])
-        text = _lines(rows)
+        text = "".join(json.dumps(dict(row)) + "\n" for row in rows).encode()
         path.write_bytes(gzip.compress(text, mtime=0) if dataset.endswith("humaneval") else text)
 
     return write
 
 
 def _mmlu_tables(split: str) -> Callable[[Path], None]:
-    """Writes a CSV file for each subject, as the authors' archive has them."""
+    """A function that writes a CSV file for each subject, as in the authors' archive."""
 
     def write(folder: Path) -> None:
         folder.mkdir()
@@ -100,7 +96,7 @@ def _gsm8k_exemplars(path: Path) -> None:
     import yaml
 
     plain: Any = type("Plain", (yaml.SafeLoader,), {})
-    plain.add_multi_constructor("!", lambda loader, suffix, node: None)  # the harness's tags name functions
+    plain.add_multi_constructor("!", lambda loader, suffix, node: None)  # the tags of lm_eval name functions
     source = _harness_folder() / "tasks" / "gsm8k" / "gsm8k-cot.yaml"
     samples = yaml.load(source.read_text(encoding="utf-8"), Loader=plain)["fewshot_config"]["samples"]
     path.write_text(json.dumps({"samples": samples}, indent=1), encoding="utf-8")

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
 from freda.errors import AgreedError, FredaError, note
+from freda.folders.model_folder import About
+from freda.folders.resolve import model_path
 from freda.methods.method import Step
-from freda.model.folders import model_path
 from freda.train import checkpoint
 from freda.train import config as config_module
 from freda.train.config import RunConfig
-from freda.train.flops import counted, step_flops
+from freda.train.flops import counted
 from freda.train.metrics import MetricsFile, ProgressLine
 from freda.train.optim import clip_and_update, learning_rate, pass_numbers, total_norm
 from freda.train.parallel import Ranks, own_part, release
@@ -76,7 +77,7 @@ def train(
     config = _with_absolute_paths(config)
     saved = checkpoint.resumable(folder, ranks, note if ranks.first else lambda _: None) if resume else None
     run = setup(config, saved, ranks)  # before the folder is made: a wrong config leaves nothing behind
-    done = 0 if saved is None else checkpoint.restore(saved, run.model, run.optimizer, ranks)
+    done = 0 if saved is None else checkpoint.restore(saved, run.parts, run.optimizer, ranks)
 
     def make_folder() -> None:
         if ranks.first and not resume:
@@ -102,7 +103,7 @@ def _run_steps(run: Run, folder: Path, done: int, line: ProgressLine, stop: list
     write = _metrics_writer(run, folder, done)
     validation: dict[str, float] = {}
     saved_at, longest_wait, interrupted = done, 0.0, ""
-    saver = checkpoint.Saver(folder, run.tokenizer, run.config.method, run.ranks, keep=config.keep)
+    saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), run.ranks, keep=config.keep)
     with saver:
         try:
             while done < config.steps and not (interrupted := _interruption(run, saver, stop)):
@@ -167,7 +168,7 @@ def _due(done: int, every: int, steps: int) -> bool:
 
 
 def _save(run: Run, saver: checkpoint.Saver, done: int, validation: Mapping[str, float] = MappingProxyType({})) -> None:
-    saver.start(run.model, run.optimizer, done, validation.get("loss"))
+    saver.start(run.parts, run.optimizer, done, validation.get("loss"))
 
 
 def read_batches(run: Run, step: int) -> list[Batch]:
@@ -198,7 +199,7 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     batches = [to_device(batch, run.device) for batch in read]
     losses = accumulate_gradient(run, batches, step, sum(labels))
     copies = run.root.copies if run.updates_copies else None
-    learnt = [(copies or {}).get(weight, weight) for weight in run.model.parameters()]
+    learnt = [(copies or {}).get(weight, weight) for weight in run.parts.parameters()]
     gradients = [own_part(weight.grad) for weight in learnt if weight.grad is not None]
     norm = total_norm(gradients).to(losses)
     seen = run.ranks.gather(torch.cat([losses, norm[None]])).tolist()  # the one time that the host waits
@@ -212,20 +213,20 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     by_group = [sum(group) for group in zip(*by_rank, strict=True)]
     numbers = {"loss": sum(by_group) / sum(labels), "grad_norm": norm_of_all, "lr": rate, "labels": sum(labels)}
     numbers |= {"data_wait": waited, **_speed(run, flops, waited, time.perf_counter() - begun)}
-    return {**numbers, "loss_by_passes": _by_passes(run, step, by_group, labels)} if run.method.REFINES else numbers
+    several = run.method.training_passes > 1
+    return {**numbers, "loss_by_passes": _by_passes(run, step, by_group, labels)} if several else numbers
 
 
 def _shared_counts(run: Run, step: int, read: list[Batch], waited: float) -> tuple[list[int], float, float]:
     """The labels of each group over all ranks, the useful operations of this one, and the longest wait of a rank for
     its batches. Nothing is read back from a device: batches are counted before they go there."""
     config = run.config
-    own = [int(run.method.labels(batch, config.method).sum()) for batch in read]
+    own = [int(run.method.labels(batch).sum()) for batch in read]
     told = run.ranks.tell([*own, round(waited * 1e9)])
     *labels, _ = (sum(column) for column in zip(*told, strict=True))
-    counts = [counted(batch, config.method.block_size) for batch in read]
     flops = [
-        step_flops(config.model, config.method, tokens, pairs, passes)
-        for (tokens, pairs), passes in zip(counts, _passes(run, step), strict=True)
+        run.method.flops(config.model, *counted(batch, config.method.block_size), passes)
+        for batch, passes in zip(read, _passes(run, step), strict=True)
     ]
     return labels, sum(flops), max(row[-1] for row in told) / 1e9
 
@@ -249,7 +250,7 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
     for batch, share, passes in zip(batches, run.shares, _passes(run, step), strict=True):
         row = torch.arange(share.start, share.stop)
         at = Step(seed, step, row, step / config.train.steps, passes, run.ranks.total)
-        loss = run.call(run.method.loss, batch, config.method, at)
+        loss = run.call(run.method.loss, batch, at)
         (loss / labels).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach().double())
         if not run.updates_copies:
@@ -258,7 +259,7 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
 
 
 def _passes(run: Run, step: int) -> list[int]:
-    return pass_numbers(run.config.train.seed, step, len(run.shares), run.config.method.passes)
+    return pass_numbers(run.config.train.seed, step, len(run.shares), run.method.training_passes)
 
 
 def _by_passes(run: Run, step: int, losses: list[float], labels: list[int]) -> dict[str, float]:
@@ -298,10 +299,10 @@ def validate(run: Run) -> dict[str, float]:
     sums, names = list[Tensor](), list[str]()
     for first in range(0, count, size):
         batch, row = _validation_share(run, first, min(size, count - first))
-        at = Step(config.train.seed, VALIDATION_STEP, row, 1.0, config.method.passes)
-        found = run.call(run.method.validate, batch, config.method, at)
+        at = Step(config.train.seed, VALIDATION_STEP, row, 1.0, run.method.training_passes)
+        found = run.call(run.method.validate, batch, at)
         names = ["labels", *found]
-        counted = run.method.labels(batch, config.method).sum()
+        counted = run.method.labels(batch).sum()
         sums.append(torch.stack([value.double() for value in (counted, *found.values())]))
     release(run.root)
     every = ranks.agree(lambda: ranks.gather(torch.stack(sums).sum(0))).sum(0).tolist()

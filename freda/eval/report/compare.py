@@ -1,9 +1,9 @@
-"""`freda eval --compare A B`: the paired difference of two evaluations of the same questions.
+"""How certain a score is, and `freda eval --compare A B`: the paired difference of two evaluations.
 
 Questions differ much more than models do, so two scores are compared question by question: what counts is where they
 disagree. The interval is that of Agresti and Min (2005): the normal one of the mean of the differences (−1, 0 or 1), at
-95%, after adding half a question to each of the four outcomes. Without them, two evaluations that agree on the few
-questions asked would be equal for certain.
+95%, after adding half a question to each of the four outcomes. Without these, two evaluations that agree on a few
+questions would be equal for certain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from freda.errors import require
 from freda.eval.folder import read_samples
 
-Z = 1.96
+Z = 1.96  # 95% of a normal distribution
 
 
 class Compared(NamedTuple):
@@ -24,10 +24,10 @@ class Compared(NamedTuple):
 
     n: int
     accuracy: tuple[float, float]
-    difference: float  # of B over A, as a share
+    difference: float  # B minus A, as a fraction
     low: float
     high: float
-    only: tuple[float, float]  # questions that A alone, or B alone, has right
+    only: tuple[float, float]  # questions that A alone, or B alone, solves
 
 
 def compare(first: Path, second: Path) -> Compared:
@@ -39,14 +39,14 @@ def compare(first: Path, second: Path) -> Compared:
     for folder, head, found in zip((first, second), heads, samples, strict=True):
         require(
             len(found) == head.get("n") and bool(found),
-            f"{folder} has {len(found)} of {head.get('n')} answers; let it finish: the same freda eval goes on with it",
+            f"{folder} has {len(found)} of {head.get('n')} answers; run the same freda eval again to finish it",
         )
     left, right = samples
     return compared([(left[name]["correct"], right[name]["correct"]) for name in left])
 
 
 def compared(pairs: Sequence[tuple[float, float]]) -> Compared:
-    """Compare verdicts question by question; where each side is several models, their shares of right answers."""
+    """Compare verdicts question by question; where a side is several models, the fraction of them that is right."""
     n, differences = len(pairs), [b - a for a, b in pairs]
     only = (sum(max(0, -d) for d in differences), sum(max(0, d) for d in differences))
     wider = n + 2  # with half a question for each outcome: two of them are differences, −1 and 1
@@ -59,13 +59,17 @@ def compared(pairs: Sequence[tuple[float, float]]) -> Compared:
 
 def compared_line(found: Compared) -> str:
     """The comparison in a line."""
-    first, second, difference, low, high = (
-        f"{100 * value:{sign}.2f}"
-        for value, sign in zip(
-            (*found.accuracy, found.difference, found.low, found.high), ("", "", "+", "+", "+"), strict=True
-        )
-    )
+    first, second = (f"{100 * value:.2f}" for value in found.accuracy)
+    difference, low, high = (f"{100 * value:+.2f}" for value in (found.difference, found.low, found.high))
     return (
         f"A {first}, B {second}: B is {difference} points ({low} to {high} at 95%, paired, n = {found.n}); "
-        f"A alone has {found.only[0]:g} right, B alone {found.only[1]:g}"
+        f"A alone solves {found.only[0]:g}, B alone {found.only[1]:g}"
     )
+
+
+def wilson(right: int, n: int) -> tuple[float, float]:
+    """The 95% interval of Wilson (1927) for `right` of `n` answers, as fractions: never empty, not even for 0 of n."""
+    rate, spread = right / n, Z**2 / n
+    middle = (rate + spread / 2) / (1 + spread)
+    half = Z * math.sqrt(rate * (1 - rate) / n + spread / (4 * n)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -13,20 +13,12 @@ from typing import Any
 
 from freda.errors import missing_package
 from freda.eval.report import published
-from freda.eval.report.tables import (
-    OVERALL,
-    Score,
-    Sweep,
-    envelope,
-    papers_panels,
-    pareto_panels,
-    pareto_scores,
-)
-from freda.eval.sweep import NEVER, Setting
-from freda.methods import METHODS
+from freda.eval.report.points import NEVER, OVERALL, Score, Sweep
+from freda.eval.report.tables import envelope, papers_panels, pareto_panels, pareto_scores
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # told apart by all eyes
-MARKERS = "osD^vPX"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # safe for colour blindness
+RESERVED = ("autoregressive", "block-diffusion", "self-refine", "best-of-n")  # systems with a colour of their own
+MARKERS, DASHES = "osD^vPX", ("-", "--", ":", "-.")
 GREY = "#8c8c8c"
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -52,7 +44,7 @@ LEGEND_ENTRY = 1.45
 def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:
     """Draw a part of the sweep as PNG and SVG; nothing where there is nothing to draw."""
     if part != "main" and not sweep.panels():
-        return []  # a likelihood knows no passes, thresholds or candidates
+        return []  # likelihoods have no passes, thresholds or candidates
     with _style() as plt:
         figure = DRAWINGS[part](plt, sweep)
         if figure is None:
@@ -78,7 +70,7 @@ def _style() -> Iterator[Any]:
 
 
 def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[Any]]:
-    """A row of panels under one legend; the legend is put there by `_legend`."""
+    """A grid of titled panels, with room above for the legend that `_finish` adds."""
     columns = -(-len(titles) // rows)
     size = (max(4.2, PANEL[0] * columns), PANEL[1] * rows + 0.45)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
@@ -90,23 +82,26 @@ def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[A
     return figure, flat[: len(titles)]
 
 
-def _legend(figure: Any, axes: Sequence[Any]) -> None:
-    entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    fitting = max(1, int(figure.get_size_inches()[0] / LEGEND_ENTRY))
-    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=min(fitting, len(entries)))
+def _finish(figure: Any, axes: Sequence[Any], label: str, height: str = "right answers (%)") -> Any:
+    """Label the axes, keep percent near 100 and below, and put one legend above all panels.
 
-
-def _percent(axes: Sequence[Any]) -> None:
-    """No axis of percent goes far beyond 100, nor does it blow up differences that are next to nothing."""
+    An axis covers at least two points, so that differences of next to nothing look like it.
+    """
     for axis in axes:
+        axis.set_xlabel(label)
         bottom, top = axis.get_ylim()
         top = min(top, 100 + 0.06 * (100 - min(bottom, 98.0)))
         axis.set_ylim(min(bottom, top - 2.0), top)
+    axes[0].set_ylabel(height)
+    entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    fitting = max(1, int(figure.get_size_inches()[0] / LEGEND_ENTRY))
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=min(fitting, len(entries)))
+    return figure
 
 
 def look_of(sweep: Sweep, system: str) -> dict[str, Any]:
-    """A system named after its method looks the same in the figures of all sweeps; others take what is left."""
-    taken = {str(name): place for place, name in enumerate(METHODS) if name in sweep.systems}
+    """Colour and marker of a system. A reserved name looks the same in all sweeps; others take what is left."""
+    taken = {name: place for place, name in enumerate(RESERVED) if name in sweep.systems}
     free = (place for place in itertools.count() if place not in taken.values())
     places = {name: taken[name] if name in taken else next(free) for name in sweep.systems}
     place, order = places[system], list(sweep.systems).index(system)
@@ -115,12 +110,24 @@ def look_of(sweep: Sweep, system: str) -> dict[str, Any]:
     return {**look, "label": system, "markersize": size}
 
 
-def _band(axis: Any, x: Sequence[float], scores: Sequence[Score], **look: Any) -> None:
-    """A line with its standard error."""
-    middle, error = [score.accuracy for score in scores], [score.error for score in scores]
-    axis.plot(x, middle, **look)
-    low, high = ([m + sign * e for m, e in zip(middle, error, strict=True)] for sign in (-1, 1))
-    axis.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+def _curve(axis: Any, points: Sequence[tuple[float, Score]], **look: Any) -> None:
+    """A line over (x, score) pairs with a band of one standard error; nothing without points."""
+    if points:
+        x, middle, error = zip(*((x, score.accuracy, score.error) for x, score in points), strict=True)
+        axis.plot(x, middle, **look)
+        low, high = ([m + sign * e for m, e in zip(middle, error, strict=True)] for sign in (-1, 1))
+        axis.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _level(axis: Any, sweep: Sweep, system: str, panel: str) -> None:
+    """A system without the varied setting, as a dashed level."""
+    score = sweep.score(system, panel, sweep.main(system))
+    if score is not None:
+        axis.axhline(score.accuracy, linestyle="--", color=look_of(sweep, system)["color"], label=system, linewidth=1.1)
+
+
+def _above(axis: Any, text: str, place: tuple[float, float], height: float, colour: str = "black") -> None:
+    axis.annotate(text, place, (0, height), textcoords="offset points", ha="center", fontsize=7, color=colour)
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
@@ -138,14 +145,13 @@ def main_figure(plt: Any, sweep: Sweep) -> Any:
             if score is not None:
                 look = {**look_of(sweep, system), "label": None}
                 axis.errorbar(score.accuracy, len(names), xerr=score.error, capsize=2.5, **look)
-                axis.annotate(f"{score.accuracy:.1f}", (score.accuracy, len(names)), (0, 5), **_above())
+                _above(axis, f"{score.accuracy:.1f}", (score.accuracy, len(names)), 5)
                 names.append(system)
-        if task in published.TASKS:
-            for name, values in published.MAIN.items():
-                value = values[published.TASKS.index(task)]
-                axis.plot(value, len(names), "|", color=GREY, markersize=9, markeredgewidth=2)
-                axis.annotate(f"{value:.1f}", (value, len(names)), (0, 5), **_above(GREY))
-                names.append(f"paper: {name}")
+        for name, values in published.MAIN.items() if task in published.TASKS else ():
+            value = values[published.TASKS.index(task)]
+            axis.plot(value, len(names), "|", color=GREY, markersize=9, markeredgewidth=2)
+            _above(axis, f"{value:.1f}", (value, len(names)), 5, GREY)
+            names.append(f"paper: {name}")
         axis.set_yticks(range(len(names)), names if axis in first_of_row else [])
         axis.set_ylim(len(names) - 0.4, -0.6)
         axis.margins(x=0.15)
@@ -155,41 +161,25 @@ def main_figure(plt: Any, sweep: Sweep) -> Any:
 
 def passes_figure(plt: Any, sweep: Sweep) -> Any:
     """Figure iter-scaling. Above the points: what the better of the refining systems has gained since one pass."""
-    panels = list(sweep.panels())
-    figure, axes = _panels(plt, [panel.capitalize() for panel in panels])
-    for axis, panel in zip(axes, panels, strict=True):
+    figure, axes = _panels(plt, [panel.capitalize() for panel in sweep.panels()])
+    for axis, panel in zip(axes, sweep.panels(), strict=True):
         best: dict[int, float] = {}
         for system in sweep.systems:
-            found = [(s.passes, sweep.score(system, panel, s)) for s in sweep.settings("passes", system)]
-            known = [(passes, score) for passes, score in found if score is not None]
+            known = [(s.passes, score) for s, score in sweep.scores(system, panel, sweep.settings("passes", system))]
             if not known:
                 _level(axis, sweep, system, panel)
-                continue
-            _band(axis, [passes for passes, _ in known], [score for _, score in known], **look_of(sweep, system))
-            if sweep.methods[system].REFINES:
-                for passes, score in known:
-                    best[passes] = max(best.get(passes, 0.0), score.accuracy)
+            _curve(axis, known, **look_of(sweep, system))
+            for passes, score in known if sweep.decoding[system].refines else ():
+                best[passes] = max(best.get(passes, 0.0), score.accuracy)
         for passes, accuracy in best.items():
             if passes != min(best):
-                text = f"{accuracy - best[min(best)]:+.1f}"
-                axis.annotate(text, (passes, accuracy), (0, 6), **_above())
+                _above(axis, f"{accuracy - best[min(best)]:+.1f}", (passes, accuracy), 6)
         if panel == OVERALL and panel in papers_panels(sweep):
             axis.plot(*zip(*published.PASSES.items(), strict=True), "--x", color=GREY, label="paper (4B)")
         _mark_early_stop(axis, sweep)
-        axis.set_xlabel("passes per block")
         axis.margins(y=0.15)
         axis.xaxis.get_major_locator().set_params(integer=True)
-    axes[0].set_ylabel("right answers (%)")
-    _percent(axes)
-    _legend(figure, axes)
-    return figure
-
-
-def _level(axis: Any, sweep: Sweep, system: str, panel: str) -> None:
-    """A system that knows no passes, as a dashed level."""
-    score = sweep.score(system, panel, sweep.main(system))
-    if score is not None:
-        axis.axhline(score.accuracy, linestyle="--", color=look_of(sweep, system)["color"], label=system, linewidth=1.1)
+    return _finish(figure, axes, "passes per block")
 
 
 def _mark_early_stop(axis: Any, sweep: Sweep) -> None:
@@ -213,22 +203,17 @@ def pareto_figure(plt: Any, sweep: Sweep) -> Any:
             axis.plot([s.tpf for s in best], [s.accuracy for s in best], **look)
             if best and system == sweep.baseline:
                 axis.axhline(max(s.accuracy for s in best), color=look["color"], linestyle=":", linewidth=1)
-        axis.set_xlabel("tokens per forward")
         axis.margins(0.08)
-    axes[0].set_ylabel("right answers (%)")
-    _percent(axes)
-    _legend(figure, axes)
-    return figure
+    return _finish(figure, axes, "tokens per forward")
 
 
 def stability_figure(plt: Any, sweep: Sweep) -> Any:
     """Tokens that each pass mends and spoils, and how much of a clean draft it keeps."""
     if not sweep.stability:
         return None
-    titles = ("Right tokens", "Changed by a pass", "Clean draft kept")
-    figure, axes = _panels(plt, titles)
+    figure, axes = _panels(plt, ("Right tokens", "Changed by a pass", "Clean draft kept"))
     tasks = list(dict.fromkeys(found["task"] for found in sweep.stability))
-    dashes = dict(zip(tasks, ("-", "--", ":", "-.", "-", "--", ":", "-."), strict=False))
+    dashes = dict(zip(tasks, itertools.cycle(DASHES), strict=False))
     for found in sweep.stability:
         if found["model"] > 0:
             continue  # the first seed stands for all: the table has every one
@@ -242,12 +227,11 @@ def stability_figure(plt: Any, sweep: Sweep) -> Any:
         spoiled = [100 * row["spoiled"] for row in found["rows"]][1:]
         axes[1].plot(passes[1:], spoiled, **(look | {"label": None, "alpha": 0.45, "markerfacecolor": "white"}))
     axes[1].annotate("filled: mended, open: spoiled", (0.98, 0.95), xycoords="axes fraction", ha="right", fontsize=7.5)
-    axes[0].set_ylabel("tokens of published answers (%)")
     for axis in axes:
-        axis.set_xlabel("pass")
         axis.xaxis.get_major_locator().set_params(integer=True)
-    _percent([axes[0], axes[2]])
-    _legend(figure, axes)
+    changed = axes[1].get_ylim()
+    _finish(figure, axes, "pass", "tokens of published answers (%)")
+    axes[1].set_ylim(changed)  # a fraction of a percent, which is to be seen
     return figure
 
 
@@ -256,15 +240,10 @@ def tau_figure(plt: Any, sweep: Sweep) -> Any:
 
     def curves(axis: Any, panel: str) -> None:
         for system in sweep.systems:
-            if sweep.methods[system].SCORES:
-                _curve(
-                    axis,
-                    sweep,
-                    (system, panel),
-                    [(s.tau, s) for s in sweep.settings("tau", system)],
-                    **look_of(sweep, system),
-                )
-            elif sweep.methods[system].REFINES:
+            if sweep.decoding[system].scores:
+                known = sweep.scores(system, panel, sweep.settings("tau", system))
+                _curve(axis, [(s.tau, score) for s, score in known], **look_of(sweep, system))
+            elif sweep.decoding[system].refines:
                 _level(axis, sweep, system, panel)
         if panel in papers_panels(sweep):
             place = published.PANELS.index(panel)
@@ -279,12 +258,12 @@ def width_figure(plt: Any, sweep: Sweep) -> Any:
     """Table bon_width_ablation as curves: one for each number of passes."""
 
     def curves(axis: Any, panel: str) -> None:
-        for system in (name for name in sweep.systems if sweep.methods[name].SCORES):
-            settings = sweep.settings("width", system)
+        for system in (name for name in sweep.systems if sweep.decoding[name].scores):
+            known = sweep.scores(system, panel, settings := sweep.settings("width", system))
             for number, passes in enumerate(dict.fromkeys(setting.passes for setting in settings)):
                 look = look_of(sweep, system) | {"label": f"{system}, {passes} passes", "marker": MARKERS[number]}
-                look["linestyle"] = ("-", "--", ":", "-.")[number % 4]
-                _curve(axis, sweep, (system, panel), [(s.width, s) for s in settings if s.passes == passes], **look)
+                look["linestyle"] = DASHES[number % len(DASHES)]
+                _curve(axis, [(s.width, score) for s, score in known if s.passes == passes], **look)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
     return _ablation(plt, sweep, "candidates, N", curves)
@@ -292,32 +271,14 @@ def width_figure(plt: Any, sweep: Sweep) -> Any:
 
 def _ablation(plt: Any, sweep: Sweep, label: str, curves: Callable[[Any, str], None]) -> Any:
     """A panel for each kind of task, where there is a system with a scorer."""
-    if not any(sweep.methods[system].SCORES for system in sweep.systems) or not sweep.panels():
-        return None
     panels = list(sweep.panels())
+    if not panels or not any(decoding.scores for decoding in sweep.decoding.values()):
+        return None
     figure, axes = _panels(plt, [panel.capitalize() for panel in panels])
     for axis, panel in zip(axes, panels, strict=True):
         curves(axis, panel)
-        axis.set_xlabel(label)
         axis.margins(y=0.15)
-    axes[0].set_ylabel("right answers (%)")
-    _percent(axes)
-    _legend(figure, axes)
-    return figure
-
-
-def _curve(
-    axis: Any, sweep: Sweep, where: tuple[str, str], points: Sequence[tuple[float, Setting]], **look: Any
-) -> None:
-    """The scores of a system in a panel over a number of its settings."""
-    found = [(x, sweep.score(*where, setting)) for x, setting in points]
-    known = [(x, score) for x, score in found if score is not None]
-    if known:
-        _band(axis, [x for x, _ in known], [score for _, score in known], **look)
-
-
-def _above(colour: str = "black") -> dict[str, Any]:
-    return {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": colour}
+    return _finish(figure, axes, label)
 
 
 DRAWINGS: dict[str, Callable[[Any, Sweep], Any]] = {

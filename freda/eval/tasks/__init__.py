@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from freda.errors import FredaError
-from freda.eval.tasks import (
-    gpqa,
-    gsm8k,
-    humaneval,
-    humaneval_plus,
-    math500,
-    mbpp,
-    mini_code,
-    mini_logic,
-    mini_math,
-    mmlu,
-    sums,
-)
-from freda.eval.tasks.task import Example, Task, check_published
+from freda.eval.task import Task
+from freda.eval.tasks.gpqa import GPQA_DIAMOND
+from freda.eval.tasks.gsm8k import GSM8K
+from freda.eval.tasks.humaneval import HUMANEVAL
+from freda.eval.tasks.humaneval_plus import HUMANEVAL_PLUS
+from freda.eval.tasks.math500 import MATH500
+from freda.eval.tasks.mbpp import MBPP
+from freda.eval.tasks.mini_code import MINI_CODE
+from freda.eval.tasks.mini_logic import MINI_LOGIC
+from freda.eval.tasks.mini_math import MINI_MATH
+from freda.eval.tasks.mmlu import MMLU
+from freda.eval.tasks.sums import SUMS
 
-TASKS: dict[str, Task] = {
-    task.NAME: task
-    for task in (
-        *(mmlu, gpqa, gsm8k, math500, humaneval, humaneval_plus, mbpp),
-        *(sums, mini_math, mini_code, mini_logic),  # of our own generators
-    )
-}
+PUBLISHED = (MMLU, GPQA_DIAMOND, GSM8K, MATH500, HUMANEVAL, HUMANEVAL_PLUS, MBPP)
+GENERATED = (SUMS, MINI_MATH, MINI_CODE, MINI_LOGIC)  # by freda's own generators
+TASKS: dict[str, Task] = {task.name: task for task in (*PUBLISHED, *GENERATED)}
 
 
 def tasks_named(names: Sequence[str]) -> list[Task]:
-    """The tasks of these names; all if there is none."""
+    """The tasks of these names; all of them if no name is given."""
     unknown = next((name for name in names if name not in TASKS), None)
     if unknown is not None:
         raise FredaError(f"there is no task {unknown!r}; use one of {', '.join(TASKS)}")
     return [TASKS[name] for name in names or TASKS]
-
-
-def load_examples(task: Task, data: Path, limit: int, *, unpublished: bool = False) -> list[Example]:
-    """The first `limit` questions of a task, or all if it is 0."""
-    examples = task.load(data)
-    if not unpublished:
-        check_published(task, examples)
-    return examples[:limit] if limit else examples

@@ -1,65 +1,35 @@
 """GPQA-Diamond, 5-shot: graduate questions in science, four options, the letter chosen by likelihood.
 
 The first five rows are the exemplars and the other 193 are scored (the paper's loader). The published rows name the
-right answer first; the options are put in an order drawn from the row's number, the same in every run. The authors ask
-that the questions stay out of plain text on the net: the file is yours to get, `gpqa/gpqa_diamond.csv`.
+right answer first; the options are put in a random order that depends on the row's number alone. The authors ask that
+the questions stay out of plain text on the net, so their checksum is not known here.
 """
 
 from __future__ import annotations
 
-import csv
 import random
 from pathlib import Path
 
-from freda.errors import FredaError
-from freda.eval.tasks.mmlu import CHOICES, grade_all, reference
-from freda.eval.tasks.task import Example, Kind, check_rows
+from freda.errors import require
+from freda.eval.task import Example, Task, check_rows, csv_rows, one_by_one
+from freda.eval.tasks.letters import CHOICES, LETTERS, grade_letter, heading, right_letter, with_options
 
-__all__ = [
-    "CHECKSUM",
-    "CHOICES",
-    "KIND",
-    "MAX_NEW_TOKENS",
-    "NAME",
-    "ROWS",
-    "SHOTS",
-    "STOPS",
-    "grade_all",
-    "load",
-    "reference",
-]
-
-NAME = "gpqa_diamond"
-KIND: Kind = "knowledge"
-CHECKSUM = ""  # the questions are not public
-ROWS = 198
 SHOTS = 5
-STOPS: tuple[str, ...] = ()
-MAX_NEW_TOKENS = 1
-
 COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
-def load(folder: Path) -> list[Example]:
+def load(folder: Path, expected: int) -> list[Example]:
     """All rows but the first five, each behind those five."""
     path = folder / "gpqa" / "gpqa_diamond.csv"
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise FredaError(
-            f"cannot read {path} ({error}); get it from its authors and name the folder with --data"
-        ) from None
-    check_rows(path, rows, ROWS)
-    missing = next((column for column in COLUMNS if column not in rows[0]), None)
-    if missing is not None:
-        raise FredaError(f"{path} has no column {missing!r}; it has {', '.join(rows[0])}")
-    empty = next((number for number, row in enumerate(rows, start=1) if not all(row[name] for name in COLUMNS)), 0)
-    if empty:
-        raise FredaError(f"{path}: question {empty} is not a question and four answers; get the file again")
-    asked = [_asked(row, number) for number, row in enumerate(rows)]
-    head = "The following are multiple choice questions (with answers) about science.\n\n"
-    head += "".join(f"{text} {letter}\n\n" for text, letter in asked[:SHOTS])
+    names, *lines = csv_rows(path) or [[]]
+    check_rows(path, lines, expected)
+    missing = next((column for column in COLUMNS if column not in names), None)
+    require(missing is None, f"{path} has no column {missing!r}; it has {', '.join(names)}")
+    rows = [dict(zip(names, line, strict=False)) for line in lines]
+    empty = next((number for number, row in enumerate(rows, start=1) if not all(map(row.get, COLUMNS))), None)
+    require(empty is None, f"{path}: question {empty} is not a question and four answers; get the file again")
+    asked = [_shuffled(row, number) for number, row in enumerate(rows)]
+    head = heading("science", asked[:SHOTS])
     return [
         Example(f"gpqa_diamond/{number}", head + text, letter, rows[number])
         for number, (text, letter) in enumerate(asked)
@@ -67,10 +37,21 @@ def load(folder: Path) -> list[Example]:
     ]
 
 
-def _asked(row: dict[str, str], number: int) -> tuple[str, str]:
+def _shuffled(row: dict[str, str], number: int) -> tuple[str, str]:
     """The question with its options in a fixed random order, and the letter of the right one."""
     order = list(range(4))
     random.Random(number).shuffle(order)
     options = [row[COLUMNS[1 + place]].strip() for place in order]
-    lines = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCD", options, strict=True))
-    return f"{row['Question'].strip()}\n{lines}\nAnswer:", "ABCD"[order.index(0)]
+    return with_options(row["Question"], options), LETTERS[order.index(0)]
+
+
+GPQA_DIAMOND = Task(
+    name="gpqa_diamond",
+    kind="knowledge",
+    rows=198,
+    shots=SHOTS,
+    choices=CHOICES,
+    load=load,
+    grade_all=one_by_one(grade_letter),
+    reference=right_letter,
+)

@@ -7,32 +7,21 @@ takes the number after "The answer is", flexible match the last number of the te
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows, worked_examples
+from freda.eval.task import Example, Graded, Task, exemplars, json_rows, one_by_one
 
-NAME = "gsm8k"
-KIND: Kind = "mathematics"
-CHECKSUM = "79e2b09803333a98"
-ROWS = 1319
 SHOTS = 4
-STOPS = ("Q:", "\n\n")
-MAX_NEW_TOKENS = 512
-CHOICES: tuple[str, ...] = ()
-
 STRICT = re.compile(r"[Tt]he answer is:?\s*\$?(-?[\d.,]*\d)")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 CALCULATOR = re.compile(r"<<[^>]*>>")  # annotations of the published solutions
 
 
-def load(folder: Path) -> list[Example]:
-    """The test questions behind four worked ones."""
-    path, shots = folder / "gsm8k" / "test.jsonl", folder / "fewshot" / "gsm8k_cot_8shot.json"
-    rows = json_rows(path, ("question", "answer"))
-    check_rows(path, rows, ROWS)
-    head = worked_examples(shots, "Q: {question}\nA: {target}\n\n", SHOTS)
+def load(folder: Path, expected: int) -> list[Example]:
+    """The test questions behind four exemplars."""
+    rows = json_rows(folder / "gsm8k" / "test.jsonl", ("question", "answer"), expected)
+    head = exemplars(folder / "fewshot" / "gsm8k_cot_8shot.json", "Q: {question}\nA: {target}\n\n", SHOTS)
     return [
         Example(f"gsm8k/{number}", f"{head}Q: {row['question']}\nA:", gold_of(row["answer"]), row)
         for number, row in enumerate(rows)
@@ -44,26 +33,14 @@ def gold_of(answer: str) -> str:
     return answer.rpartition("####")[2].strip().replace(",", "")
 
 
-def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
-    """Every text by itself: strict match, and flexible match beside it."""
-    return [
-        grade(example, text)._replace(also={"flexible": grade_flexible(example, text).correct})
-        for example, text in zip(examples, texts, strict=True)
-    ]
-
-
 def grade(example: Example, text: str) -> Graded:
-    """Strict match: the number after the first "The answer is"."""
-    found = STRICT.search(text)
+    """Strict match, with the verdict of flexible match beside it."""
+    found, numbers = STRICT.search(text), NUMBER.findall(text)
+    also = {"flexible": bool(numbers) and same_number(numbers[-1], example.gold)}
     if found is None:
-        return Graded(False, "no 'The answer is'", "")
-    return _compared(example, found[1])
-
-
-def grade_flexible(example: Example, text: str) -> Graded:
-    """Flexible match: the last number."""
-    numbers = NUMBER.findall(text)
-    return _compared(example, numbers[-1]) if numbers else Graded(False, "no number", "")
+        return Graded(False, "no 'The answer is'", "", also)
+    answer, right = found[1][:40], same_number(found[1], example.gold)
+    return Graded(right, "right" if right else f"{answer} is not {example.gold}", answer, also)
 
 
 def reference(example: Example) -> str:
@@ -72,14 +49,23 @@ def reference(example: Example) -> str:
     return f" {solution} The answer is {example.gold}."
 
 
-def _compared(example: Example, answer: str) -> Graded:
-    same = same_number(answer, example.gold)
-    return Graded(same, "right" if same else f"{answer[:40]} is not {example.gold}", answer[:40])
-
-
 def same_number(one: str, other: str) -> bool:
-    """Equal as numbers, whatever the commas and zeros. Decimal, because a float would call neighbours equal."""
+    """Equality as numbers, whatever the commas and zeros. Decimal, because a float would call neighbours equal."""
     try:
         return Decimal(one.replace(",", "")) == Decimal(other.replace(",", ""))
     except InvalidOperation:
         return False
+
+
+GSM8K = Task(
+    name="gsm8k",
+    kind="mathematics",
+    rows=1319,
+    checksum="79e2b09803333a98",
+    shots=SHOTS,
+    stops=("Q:", "\n\n"),
+    max_new_tokens=512,
+    load=load,
+    grade_all=one_by_one(grade),
+    reference=reference,
+)

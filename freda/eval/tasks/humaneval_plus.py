@@ -6,41 +6,28 @@ HumanEval/32, which no answer can pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from freda.eval.code import humanevalplus_program
-from freda.eval.tasks.humaneval import CHOICES, MAX_NEW_TOKENS, ROWS, SHOTS, STOPS, executed, reference
-from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows
+from freda.eval.code import FUNCTION_STOPS, executed, humanevalplus_program
+from freda.eval.task import Example, Task, gold, json_rows
 
-__all__ = [
-    "CHECKSUM",
-    "CHOICES",
-    "KIND",
-    "MAX_NEW_TOKENS",
-    "NAME",
-    "ROWS",
-    "SHOTS",
-    "STOPS",
-    "grade_all",
-    "load",
-    "reference",
-]
-
-NAME = "humaneval_plus"
-KIND: Kind = "coding"
-CHECKSUM = "cfd6bda12614db7f"
+FIELDS = ("task_id", "prompt", "canonical_solution", "entry_point", "base_input", "plus_input", "atol")
 
 
-def load(folder: Path) -> list[Example]:
-    """The prompts as they are."""
-    path = folder / "humanevalplus" / "HumanEvalPlus.jsonl.gz"
-    fields = ("task_id", "prompt", "canonical_solution", "entry_point", "base_input", "plus_input", "atol")
-    rows = json_rows(path, fields)
-    check_rows(path, rows, ROWS)
+def load(folder: Path, expected: int) -> list[Example]:
+    """The prompts as published."""
+    rows = json_rows(folder / "humanevalplus" / "HumanEvalPlus.jsonl.gz", FIELDS, expected)
     return [Example(row["task_id"], row["prompt"], row["canonical_solution"], row) for row in rows]
 
 
-def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
-    """Run every completion beside the reference on all inputs."""
-    return executed(humanevalplus_program, examples, texts)
+HUMANEVAL_PLUS = Task(
+    name="humaneval_plus",
+    kind="coding",
+    rows=164,
+    checksum="cfd6bda12614db7f",
+    stops=FUNCTION_STOPS,
+    max_new_tokens=1024,
+    load=load,
+    grade_all=executed(humanevalplus_program),
+    reference=gold,
+)

@@ -14,41 +14,27 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from importlib.util import find_spec
 from pathlib import Path
 
-from freda.errors import FredaError
-from freda.eval.tasks.task import Example, Graded, Kind, check_rows, json_rows, worked_examples
+from freda.errors import missing_package
+from freda.eval.task import Example, Graded, Task, exemplars, json_rows
 
-NAME = "math500"
-KIND: Kind = "mathematics"
-CHECKSUM = "74fb98f251488617"
-ROWS = 500
 SHOTS = 4
-STOPS = ("Problem:", "I hope it is correct.")
-MAX_NEW_TOKENS = 1024
-CHOICES: tuple[str, ...] = ()
-
 FINAL = re.compile(r"final answer is:?\s*(.+?)(?:\.\s*I hope|\.?\s*$)", re.IGNORECASE | re.DOTALL)
 SECONDS = 10  # for one answer; 1,000 comparisons of published answers take 2 s
-LONGEST = 2_000  # characters of an answer that is looked at
+LONGEST = 2_000  # characters of an answer that are looked at
 Check = Callable[[str, str], bool]
 
 
-def load(folder: Path) -> list[Example]:
-    """The problems behind four worked ones."""
-    path, shots = folder / "math500" / "test.jsonl", folder / "fewshot" / "minerva_math_4shot.json"
-    rows = json_rows(path, ("problem", "solution", "answer"))
-    check_rows(path, rows, ROWS)
-    head = worked_examples(shots, "Problem:\n{problem}\n\nSolution:\n{solution}\n\n", SHOTS)
+def load(folder: Path, expected: int) -> list[Example]:
+    """The problems behind four exemplars."""
+    rows = json_rows(folder / "math500" / "test.jsonl", ("problem", "solution", "answer"), expected)
+    template = "Problem:\n{problem}\n\nSolution:\n{solution}\n\n"
+    head = exemplars(folder / "fewshot" / "minerva_math_4shot.json", template, SHOTS)
     return [
-        Example(
-            f"math500/{number}",
-            f"{head}Problem:\n{row['problem']}\n\nSolution:",
-            row["answer"],
-            row,
-            row.get("subject", ""),
-        )
-        for number, row in enumerate(rows)
+        Example(f"math500/{n}", f"{head}Problem:\n{r['problem']}\n\nSolution:", r["answer"], r, r.get("subject", ""))
+        for n, r in enumerate(rows)
     ]
 
 
@@ -68,24 +54,24 @@ def _graded(gold: str, answer: str, right: bool | None) -> Graded:
 
 
 def in_workers(check: Check, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-    """What `check` says of every pair, in processes that are killed when one takes too long; None where it took too
-    long, failed or ended its process."""
+    """The verdicts of `check` on all pairs, from processes that are killed when one takes too long; None where it took
+    too long, failed or ended its process."""
     found: dict[int, bool | None] = {}
     workers = os.cpu_count() or 1
     while waiting := [index for index in range(len(pairs)) if index not in found]:
         verdicts = _verdicts(check, [pairs[index] for index in waiting], min(workers, len(waiting)))
         found |= {waiting[number]: verdict for number, verdict in verdicts.items()}
-        workers = 1  # what is left, after a process that hung or died, one by one
+        workers = 1  # after a process that hung or died, the others one by one
     return [found[index] for index in range(len(pairs))]
 
 
 def _verdicts(check: Check, pairs: Sequence[tuple[str, str]], workers: int) -> dict[int, bool | None]:
-    """Verdicts by number: all; or what is done when an answer makes its process hang, None for it, or die."""
+    """Verdicts by number, up to the first answer that makes its process die, or hang: then None for it."""
     found: dict[int, bool | None] = {}
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for ready in [pool.submit(_told, check, "1", "1") for _ in range(workers)]:
-            ready.result()  # a process that is still starting, on a busy machine, must not use up an answer's time
-        futures = [pool.submit(_told, check, *pair) for pair in pairs]
+        for ready in [pool.submit(_safely, check, "1", "1") for _ in range(workers)]:
+            ready.result()  # starting a process on a busy machine must not use up an answer's time
+        futures = [pool.submit(_safely, check, *pair) for pair in pairs]
         for number, future in enumerate(futures):
             try:
                 found[number] = future.result(timeout=SECONDS)
@@ -97,24 +83,22 @@ def _verdicts(check: Check, pairs: Sequence[tuple[str, str]], workers: int) -> d
                 found[number] = None
                 done = (later for later in range(number + 1, len(futures)) if futures[later].done())
                 found |= {later: futures[later].result() for later in done}
-                for process in list(pool._processes.values()):  # none but its own
+                for process in list(pool._processes.values()):
                     process.kill()
                 break
     return found
 
 
-def _told(check: Check, gold: str, answer: str) -> bool | None:
-    """The verdict, or None if the check fails: no answer may end a run."""
+def _safely(check: Check, gold: str, answer: str) -> bool | None:
+    """The verdict, or None if the check raises: no answer may end a run."""
     try:
         return check(gold, answer)
-    except FredaError:
-        raise
     except Exception:
         return None
 
 
 def answer_of(text: str) -> str:
-    """What a solution gives as its answer; empty if it gives none."""
+    """The answer that a solution gives; empty if it gives none."""
     found = FINAL.search(text)
     answer = found[1].strip() if found else _last_boxed(text)
     return answer[:LONGEST]
@@ -132,14 +116,18 @@ def _last_boxed(text: str) -> str:
     return ""
 
 
+def check_installed() -> None:
+    """Raise if math-verify is missing."""
+    if find_spec("math_verify") is None:
+        raise missing_package("math-verify", "eval")
+
+
 def same(gold: str, answer: str) -> bool:
-    """Is `answer` equal to `gold`, as mathematics? In this order: math-verify is not symmetric."""
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise FredaError("MATH-500 needs the package math-verify; pip install 'freda[eval]'") from None
+    """Whether `answer` equals `gold`, as mathematics. The order matters: math-verify is not symmetric."""
+    from math_verify import parse, verify
+
     bare = answer if re.fullmatch(r"\$.+\$", answer, re.DOTALL) else f"${answer}$"  # a gold of \$5 begins with no $
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of what follows
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the next line
     # Its own time limits would call a right answer wrong on a busy machine; ours kills the process, and says so.
     first, second = parse(f"${gold}$", parsing_timeout=None), parse(bare, parsing_timeout=None)
     return bool(first and second and verify(first, second, timeout_seconds=None))
@@ -148,3 +136,18 @@ def same(gold: str, answer: str) -> bool:
 def reference(example: Example) -> str:
     """The published solution in the exemplars' words."""
     return f" {example.row['solution']}\nFinal Answer: The final answer is ${example.gold}$. I hope it is correct."
+
+
+MATH500 = Task(
+    name="math500",
+    kind="mathematics",
+    rows=500,
+    checksum="74fb98f251488617",
+    shots=SHOTS,
+    stops=("Problem:", "I hope it is correct."),
+    max_new_tokens=1024,
+    load=load,
+    grade_all=grade_all,
+    reference=reference,
+    check_installed=check_installed,
+)

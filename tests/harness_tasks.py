@@ -27,7 +27,7 @@ from freda.eval.sandbox import run_many
 from freda.eval.tasks import TASKS, mini_math
 from freda.eval.tasks.math500 import LONGEST, in_workers, same
 from freda.eval.tasks.sums import corpus_of
-from freda.eval.tasks.task import json_rows
+from freda.eval.task import json_rows
 
 Row = Mapping[str, Any]
 Config = dict[str, Any]  # what a YAML file of lm_eval holds

@@ -1,0 +1,252 @@
+"""What many tests share: tiny models and packed rows, a stand-in for the bundled model, the ranks of a run, and files
+in the layout of the benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import gzip
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from freda.data import mini
+from freda.data.config import CorpusConfig, MiniConfig
+from freda.data.generators import GENERATORS
+from freda.data.loader import Batch
+from freda.data.shards import Manifest
+from freda.data.tokenizer import train_tokenizer
+from freda.eval.tasks import TASKS, gpqa
+from freda.folders.model_folder import LoadedModel, save_model
+from freda.methods import METHODS
+from freda.methods.method import Method
+from freda.model.config import ModelConfig
+from freda.model.parts import Parts
+from freda.model.transformer import Transformer
+from freda.train.parallel import Ranks, processes
+
+VOCAB, BLANK, EOS = 29, 28, 27
+EASY = MiniConfig(documents=200, validation_documents=10)
+CONTEXT = multiprocessing.get_context("forkserver")  # a server imports torch once, and ranks fork from it
+CONTEXT.set_forkserver_preload(["freda.train.loop", "tests.helpers"])
+PATIENCE = 100  # seconds: a rank that waits for another for ever must not hold up the tests
+ODD = " {{7 * 7}} {% raw %} 'a' \"b\" <c> & naïve — π\t"  # nothing of it may be taken for a template, or changed
+
+
+# -- tiny models and packed rows ---------------------------------------------------------------------------------------
+
+
+def tiny_model(seed: int = 0, **shape: object) -> Transformer:
+    """Two layers, grouped heads, weights large enough that every input changes the output."""
+    config = ModelConfig(
+        **{
+            "vocab_size": VOCAB,
+            "dim": 32,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 8,
+            "ffn_dim": 48,
+            **shape,
+        }
+    )
+    model = Transformer(config, blank_id=BLANK)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.25)
+    return model
+
+
+def method(name: str = "self-refine", **settings: Any) -> Method:
+    """A method by its name, with some of its settings."""
+    return METHODS[name](**settings)
+
+
+def answering_model(
+    texts: list[str], vocab_size: int = 300, *, seed: int, method: str = "self-refine", **shape: int
+) -> LoadedModel:
+    """One layer of random weights with a tokenizer of `texts`; its embedding is so large that it answers something."""
+    tokenizer = train_tokenizer(texts, vocab_size)
+    values = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_dim": 48, **shape}
+    network = Transformer(ModelConfig(vocab_size=tokenizer.size, **values), tokenizer.blank_id)  # type: ignore[arg-type]
+    network.init_weights(seed)
+    with torch.no_grad():
+        network.embed_tokens.weight.mul_(20)
+    return LoadedModel(Parts(network), tokenizer, METHODS[method](), "test")
+
+
+def packed_batch(lengths: list[list[int]], seed: int = 0) -> Batch:
+    """Rows of documents of the given lengths, padded to the longest row, with random tokens."""
+    width = max(sum(row) for row in lengths)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, EOS, (len(lengths), width), generator=generator)
+    document = torch.full((len(lengths), width), -1, dtype=torch.int32)
+    position = torch.zeros_like(document)
+    fill = torch.zeros_like(document, dtype=torch.bool)
+    for row, pieces in enumerate(lengths):
+        begin = 0
+        for number, length in enumerate(pieces):
+            document[row, begin : begin + length] = number
+            position[row, begin : begin + length] = torch.arange(length)
+            tokens[row, begin + length - 2 : begin + length] = EOS
+            fill[row, begin + length - 1] = True
+            begin += length
+    return Batch(tokens, document, position, fill)
+
+
+# -- the bundled model -------------------------------------------------------------------------------------------------
+
+
+def write_stand_in(assets: Path) -> Path:
+    """A model with random weights in the place of the packaged one, with the settings of its questions."""
+    texts = [mini.item(kind, EASY, "train", number).document for kind in mini.KINDS for number in range(100)]
+    made_up = answering_model(texts, 700, seed=3)
+    tokenizer = made_up.tokenizer
+    save_model(assets / "mini", made_up)
+    (assets / "mini" / "data").mkdir()
+    made = {"mini": {"generator": mini.VERSION, **dataclasses.asdict(EASY)}}
+    Manifest(made, 16, tokenizer.eos_id, tokenizer.blank_id, tokenizer.fingerprint, {}).write(assets / "mini" / "data")
+    return assets / "mini"
+
+
+# -- several processes of one run, without torchrun --------------------------------------------------------------------
+
+
+def fork(function: Callable[..., None], *arguments: object) -> multiprocessing.process.BaseProcess:
+    """A process of its own that runs `function`, which is one of a module."""
+    process = CONTEXT.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def run_ranks(function: Callable[[Ranks, Path], Any], world: int, folder: Path) -> list[Any]:
+    """What `function(ranks, folder)` returns on each rank, as JSON carries it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    children = [fork(_rank, function, rank, world, port, folder) for rank in range(world)]
+    for child in children:
+        child.join(PATIENCE)
+    codes = [child.exitcode for child in children]
+    for child in children:
+        child.kill()
+    said = "".join((folder / f"stderr-{rank}").read_text() for rank in range(world))
+    assert codes == [0] * world, f"exit codes {codes}\n{said}"
+    return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world)]
+
+
+def _rank(function: Callable[[Ranks, Path], Any], rank: int, world: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with _stderr_to(folder / f"stderr-{rank}"), processes() as ranks:
+        result = function(ranks, folder)
+    (folder / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+@contextlib.contextmanager
+def _stderr_to(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        yield
+
+
+# -- files in the layout of the benchmarks, with questions that are hard to copy ---------------------------------------
+
+
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """All of them in `folder`; inside, the tasks expect these and not the published ones."""
+    counts = {"gsm8k": 16, "math500": 6, "humaneval": 3, "humaneval_plus": 3, "mbpp": 7, "gpqa_diamond": 12}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)  # runs programs for a second
+        for name, count in {**counts, "mmlu": 5, "sums": 16, "mini_math": 16, "mini_code": 3, "mini_logic": 5}.items():
+            patch.setattr(TASKS[name], "ROWS", count)
+            patch.setattr(TASKS[name], "CHECKSUM", "")  # these are not the published questions
+        patch.setattr(TASKS["mmlu"], "SUBJECTS", 2)
+        write_texts(folder)
+        write_programs(folder)
+        write_choices(folder)
+        corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
+        mini = {"generator": GENERATORS["mini_math"].version, **dataclasses.asdict(MiniConfig())}
+        Manifest({"corpus": corpus, "mini": mini}, 8, 0, 0, "", {}).write(folder)
+        yield
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+def write_texts(folder: Path) -> None:
+    sums = [
+        {"question": f"{n}{ODD} and {n}?", "answer": f"It is <<{n}+{n}={2 * n}>>.\n#### 1,{n:03}"} for n in range(16)
+    ]
+    write_lines(folder / "gsm8k" / "test.jsonl", sums)
+    answers = [r"\frac{1}{2}", r"\$32,\!348", r"(-\infty, 3]", r"\{1, 2\}", "[2, 5]", "7"]
+    maths = [{"problem": f"{a}{ODD}", "solution": f"So $\\boxed{{{a}}}$.", "answer": a} for a in answers]
+    write_lines(folder / "math500" / "test.jsonl", maths)
+    shots = [{"question": f"What is {n}{ODD}?", "target": f"{n}. The answer is {n}."} for n in range(8)]
+    solved = [
+        {"problem": f"{n}?{ODD}", "solution": f"[{n}] The final answer is ${n}$. I hope it is correct."}
+        for n in range(6)
+    ]
+    for name, samples in (("gsm8k_cot_8shot", shots), ("minerva_math_4shot", solved)):
+        (folder / "fewshot").mkdir(exist_ok=True)
+        (folder / "fewshot" / f"{name}.json").write_text(json.dumps({"samples": samples}))
+
+
+def write_programs(folder: Path) -> None:
+    functions = [
+        {
+            "task_id": f"Own/{n}",
+            "prompt": f'def add(x):\n    """{n}{ODD}"""\n',
+            "canonical_solution": f"    return x + {n}\n",
+            "entry_point": "add",
+            "test": f"def check(candidate):\n    assert candidate(3) == {n + 3}\n",
+        }
+        for n in range(3)
+    ]
+    inputs = {"base_input": [[3]], "plus_input": [[0], [-2.5], [10**30]], "atol": 0}
+    write_lines(folder / "humaneval" / "HumanEval.jsonl.gz", functions)
+    write_lines(folder / "humanevalplus" / "HumanEvalPlus.jsonl.gz", [{**row, **inputs} for row in functions])
+    programs = [
+        {
+            "task_id": n,
+            "text": f"Write a function to add {n}.{ODD}",
+            "code": f"def add(x):\r\n    return x + {n} + extra",
+            "test_list": [f"assert add(1) == {n + 2}"] * (1 + n % 4),
+            "test_setup_code": "extra = 1",
+        }
+        for n in (2, 3, 4, 10, 11, 12, 511)
+    ]
+    write_lines(folder / "mbpp" / "mbpp.jsonl", programs)
+
+
+def write_choices(folder: Path) -> None:
+    for name, sizes in (("dev", (6, 7)), ("test", (3, 2))):
+        (folder / "mmlu" / name).mkdir(parents=True)
+        for subject, size in zip(("boats", "old_ships"), sizes, strict=True):
+            with open(folder / "mmlu" / name / f"{subject}_{name}.csv", "w", newline="", encoding="utf-8") as file:
+                options = ("NA", "0.50", " two\nlines ", ODD)  # as they are, not as a table reader understands them
+                rows = [[f" {n}{ODD}", *options, "ABCD"[n % 4]] for n in range(size)]
+                csv.writer(file).writerows(rows)
+    (folder / "gpqa").mkdir()
+    with open(folder / "gpqa" / "gpqa_diamond.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["Id", *gpqa.COLUMNS])
+        table.writerows([[n, f"{n}{ODD}", f"right {n} ", "NA", f"{ODD}b", "1e3"] for n in range(12)])
