@@ -18,20 +18,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from freda.data import mini
 from freda.data.config import CorpusConfig, MiniConfig
 from freda.data.generators import GENERATORS
 from freda.data.loader import Batch
+from freda.data.prepare import prepare_corpus
 from freda.data.shards import Manifest
 from freda.data.tokenizer import train_tokenizer
+from freda.decode.pages import PagedCache, Pages
+from freda.decode.shapes import BlockTable, ForwardShape
 from freda.eval.tasks import TASKS, gpqa
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.methods import METHODS
+from freda.methods.draft import Prediction, predict, soft_embedding
 from freda.methods.method import Method
+from freda.model.attention import make_mask
 from freda.model.config import ModelConfig
+from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.parts import Parts
+from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
+from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks, processes
 
 VOCAB, BLANK, EOS = 29, 28, 27
@@ -66,6 +75,18 @@ def tiny_model(seed: int = 0, **shape: object) -> Transformer:
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.25)
     return model
+
+
+def scored_model(seed: int = 0, scale: float = 0.4, *, last_layer: bool = False) -> Parts:
+    """A tiny model with a scorer that has opinions."""
+    model = tiny_model(seed)
+    scorer = Scorer(model.config, last_layer=last_layer)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for weight in scorer.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return Parts(model, scorer)
 
 
 def method(name: str = "self-refine", **settings: Any) -> Method:
@@ -103,6 +124,66 @@ def packed_batch(lengths: list[list[int]], seed: int = 0) -> Batch:
             fill[row, begin + length - 1] = True
             begin += length
     return Batch(tokens, document, position, fill)
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+class PlainBackend:
+    """The forwards of `PackedModel`, made by the Transformer itself."""
+
+    def __init__(self, model: Transformer, pages: Pages) -> None:
+        self.model, self.pages = model, pages
+
+    def buffers(self, requests: int, rows: ForwardShape, long: bool) -> dict[str, Tensor]:
+        return {}
+
+    def run(
+        self, given: tuple[Tensor, Tensor], texts: BlockTable, rows: ForwardShape, buffers: dict[str, Tensor]
+    ) -> None:
+        count, block = len(texts.stored), rows.block
+        ids, alpha = (part.view(count, rows.tokens) for part in given)
+        place = torch.arange(rows.tokens, device=ids.device)
+        further = torch.where(place < rows.commit, place, texts.pending[:, None] + (place - rows.commit) % block)
+        position = texts.stored[:, None] + further
+        text, draft = position[:, : rows.commit], position[:, rows.commit :]
+        real = (texts.pending > 0)[:, None].expand_as(text)
+        tokens = clean_tokens(torch.where(real, 0, -1), text, block)
+        if rows.drafts:
+            candidate = ((place - rows.commit) // block)[rows.commit :].expand_as(draft)
+            tokens = concat(tokens, draft_tokens(torch.zeros_like(draft), draft, block, candidate))
+        cache = PagedCache(self.pages, texts.table.tolist(), texts.stored.tolist())
+        mask = make_mask(tokens, concat(cache.tokens(block), tokens), "sdpa")
+        out = self.model(soft_embedding(self.model, ids, alpha), position, mask, cache.past())
+        cache.write(out.new, text, real)
+        buffers["hidden"] = out.hidden.flatten(0, 1)
+
+    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        tokens = clean_tokens(torch.zeros_like(place), place, block_size)
+        out = self.model(self.model.embed_tokens(ids), place, make_mask(tokens, tokens, "sdpa"))
+        cache = PagedCache(self.pages, table.tolist(), [0] * len(ids))
+        cache.write(out.new, place, torch.ones_like(place, dtype=torch.bool))
+
+    def hidden(self, buffers: dict[str, Tensor]) -> Tensor:
+        return buffers["hidden"]
+
+    def predict(self, tokens: Tensor, buffers: dict[str, Tensor]) -> Prediction:
+        return predict(self.model.logits(buffers["hidden"][tokens]), runner_up=True)
+
+
+# -- small runs --------------------------------------------------------------------------------------------------------
+
+
+def small_run(data: Path, *, problems: int = 60, **train: Any) -> RunConfig:
+    """One step of a one-layer model over word problems, made in the folder `data`; `train` changes its section."""
+    prepare_corpus(CorpusConfig(problems=problems, validation_problems=problems // 7, vocab_size=300), data)
+    once = {"steps": 1, "batch_rows": 2, "group_rows": 2, "warmup_steps": 1, "validation_rows": 2}
+    return RunConfig(
+        model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
+        data=DataConfig(path=str(data), seq_len=96),
+        train=TrainConfig(**{**once, **train}),
+    )
 
 
 # -- the bundled model -------------------------------------------------------------------------------------------------
