@@ -14,17 +14,15 @@ from freda.decode.generate import generate
 from freda.decode.request import Pass, Request
 from freda.errors import FredaError
 from freda.folders.model_folder import load_model, save_model
-from freda.methods import METHODS
-from tests.conftest import answering_model
+from tests.helpers import answering_model
 
 PROMPTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "", "a longer prompt that says nothing at all, but goes on"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, tokenizer, method, _ = answering_model([*PROMPTS, "The answer is 3."] * 20, seed=4)
     out = tmp_path_factory.mktemp("model") / "model"
-    save_model(out, model, tokenizer, method, stage="test")
+    save_model(out, answering_model([*PROMPTS, "The answer is 3."] * 20, seed=4))
     return out
 
 
@@ -36,8 +34,7 @@ def model(folder: Path) -> Model:
 def expected(folder: Path, prompt: str, **settings: object) -> list[int]:
     loaded = load_model(folder)
     request = Request(prompt=loaded.tokenizer.encode(prompt), **settings)  # type: ignore[arg-type]
-    rule, stop_ids = METHODS["self-refine"], loaded.tokenizer.stop_ids
-    return generate(loaded.backbone, rule, loaded.method, [request], stop_ids=stop_ids)[0].tokens
+    return generate(loaded.parts, loaded.method, [request], stop_ids=loaded.tokenizer.stop_ids)[0].tokens
 
 
 def test_prompts_alone_and_side_by_side(folder: Path, model: Model) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from freda.methods.config import MethodConfig
 
 import freda
 from freda.cli import run
@@ -24,9 +23,11 @@ from freda.decode.api import Model
 from freda.decode.chat import Chat, messages, talk
 from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
-from freda.folders.model_folder import save_model
+from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
+from tests.helpers import method
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -54,7 +55,7 @@ def write_model(folder: Path, template: str = "", positions: int = 256) -> Path:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
-    save_model(folder, model, tokenizer, MethodConfig(name="self-refine"), stage="test")
+    save_model(folder, LoadedModel(Parts(model), tokenizer, method(), "test"))
     return folder
 
 
