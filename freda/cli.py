@@ -109,13 +109,14 @@ def prepare(
 
 @app.command(
     epilog="Examples: **freda train runs/demo/self-refine/config.toml --out runs/mine --set method.passes=2**; "
-    "if it was stopped: **freda train --resume runs/mine**; what a run needs: "
+    "if it was stopped: **freda train --resume runs/mine**; to train it longer: "
+    "**freda train --resume runs/mine --set train.steps=9000**; what a run needs: "
     "**freda train configs/freda-4b-stage1.toml --dry-run --gpus 64 --shape qwen3-4b**"
 )
 def train(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/config.md.")] = None,
     out: Annotated[Path | None, typer.Option(help="New run folder.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Run folder to go on with.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Run folder to resume; --set train.steps=N extends it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the run needs.")] = False,
     gpus: Annotated[int, typer.Option(help="--dry-run: GPUs to plan for.")] = 1,
     tflops: Annotated[
@@ -124,7 +125,7 @@ def train(
     shape: Annotated[str, typer.Option(help="--dry-run: shape to plan with, where train.init is not there.")] = "",
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Train a model; stop it with Ctrl-C and go on with --resume."""
+    """Train a model; stop it with Ctrl-C and continue with --resume."""
     from freda.train import config as configs
 
     if dry_run:
@@ -134,14 +135,14 @@ def train(
         print("\n".join(plan))
         return
     if (config is None) == (resume is None) or (config is not None and out is None):
-        raise FredaError("give a config and --out RUN to start a run, or --resume RUN to go on with one")
-    if resume is not None and (set_ or out):
-        raise FredaError("--resume goes on with the config stored in the run; leave --set and --out away")
+        raise FredaError("give a config and --out RUN to start a run, or --resume RUN to continue one")
+    if resume is not None and out is not None:
+        raise FredaError(f"--resume {resume} writes into that run; omit --out")
     folder = out or resume
     assert folder is not None
 
     def settings() -> configs.RunConfig:
-        return loop.resume_run(folder) if config is None else configs.load(config, set_)
+        return loop.resume_run(folder, set_) if config is None else configs.load(config, set_)
 
     if config is not None and os.environ.get("WORLD_SIZE", "1") == "1":
         settings()  # a wrong config fails before torch is loaded
@@ -154,7 +155,7 @@ def train(
     if ranks.first:
         print(result.checkpoint)
     if result.interrupted and ranks.first:
-        print(f"go on with: freda train --resume {folder}", file=sys.stderr)
+        print(f"resume with: freda train --resume {folder}", file=sys.stderr)
     if result.interrupted == "SIGINT":
         raise typer.Exit(130)
 

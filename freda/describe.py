@@ -45,10 +45,10 @@ def describe(path: Path, view: ShardView = ShardView()) -> str:
 def _model(path: Path) -> str:
     loaded = load_model(path, "meta")  # the values are not needed
     shape, method = loaded.backbone.config, loaded.method
-    count = sum(weight.numel() for weight in loaded.backbone.parameters())
+    count = sum(weight.numel() for weight in loaded.parts.parameters())
     config = read_json(resolve_model_folder(path) / "config.json")
     stored = config["freda"].get("stored_as", config.get("dtype", "float32"))
-    scorer = ", a scorer among them" if loaded.backbone.scorer is not None else ""
+    scorer = ", a scorer among them" if loaded.scorer is not None else ""
     return "\n".join(
         [
             f"model {path}",

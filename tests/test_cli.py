@@ -105,7 +105,7 @@ def test_bad_input_of_generate(trained: Path, tmp_path: Path, capsys: pytest.Cap
 def test_bad_input_of_train(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = trained / "run.toml", tmp_path / "new"
     assert "give a config and --out" in fails(capsys, "train", config)
-    assert "leave --set and --out away" in fails(capsys, "train", "--resume", trained / "run", "--out", out)
+    assert "omit --out" in fails(capsys, "train", "--resume", trained / "run", "--out", out)
     assert "is not empty" in fails(capsys, "train", config, "--out", trained / "run")
     assert "did you mean 'train.lr'" in fails(capsys, "train", config, "--out", out, "--set", "train.lrr=1")
     assert "seq_len 100 is not a multiple of the shards' align 8; use 96 or 104" in fails(

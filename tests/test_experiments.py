@@ -176,7 +176,7 @@ def test_a_training_that_is_told_to_stop_is_not_finished(work: Path) -> None:
     program = work / "freda"
     waits = """#!/bin/bash
 [ "$1" = prepare ] && { mkdir -p "$3"; touch "$3/manifest.json"; exit; }
-trap 'sleep 0.5; echo saved >"$WORK/saved"; echo "go on with: freda train --resume x" >&2; exit 0' TERM
+trap 'sleep 0.5; echo saved >"$WORK/saved"; echo "resume with: freda train --resume x" >&2; exit 0' TERM
 mkdir -p "$4"; touch "$4/config.toml"
 touch "$WORK/begun"; for _ in {1..300}; do sleep 0.1; done
 """
@@ -191,7 +191,7 @@ touch "$WORK/begun"; for _ in {1..300}; do sleep 0.1; done
     assert script.wait(timeout=20) == 143
     assert (work / "saved").exists(), "the training was told, and waited for"
     assert not (work / "runs/mini-suite/0/base/finished").exists()
-    alone = '#!/bin/bash\necho "go on with: freda train --resume x" >&2\n'  # it was told, and the script was not
+    alone = '#!/bin/bash\necho "resume with: freda train --resume x" >&2\n'  # it was told, and the script was not
     program.write_text(alone, encoding="utf-8")
     called(work, "train.sh", fails=True, SEEDS="0")
     program.write_text(PROGRAM, encoding="utf-8")

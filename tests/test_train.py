@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from freda.cli import run as cli
 from freda.data.config import CorpusConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
@@ -282,7 +283,7 @@ def test_run_folders_are_not_overwritten_and_say_what_is_wrong(shards: Path, tmp
     settings = config(shards)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    with pytest.raises(FredaError, match="is not empty; go on with it by: freda train --resume"):
+    with pytest.raises(FredaError, match=r"is not empty; .* freda train --resume"):
         loop.train(settings, tmp_path / "used")
     with pytest.raises(FredaError, match="there is no run folder"):
         loop.resume_run(tmp_path / "none")
@@ -308,12 +309,50 @@ def test_a_dangling_pointer_falls_back_to_the_newest_checkpoint(shards: Path, tm
     assert found is not None and found.name == "step-6"
 
 
-def test_a_finished_run_resumes_to_nothing(shards: Path, tmp_path: Path) -> None:
-    settings = config(shards)
-    start(tmp_path / "run", settings)
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    result = loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True)
-    assert result.step == 6 and (tmp_path / "run" / "metrics.jsonl").read_text() == before
+def test_a_finished_run_resumes_to_nothing_and_says_how_to_train_on(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    start(folder, config(shards))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    monkeypatch.setattr(loop, "setup", None)  # nothing is set up
+    for more in ([], ["--set", "train.steps=6"]):
+        assert cli(["train", "--resume", str(folder), *more]) == 0
+        said = capsys.readouterr()
+        assert said.out == f"{folder / 'checkpoints' / 'step-6'}\n"
+        assert "already finished" in said.err and f"train.init={folder}" in said.err
+        assert f"--resume {folder} --set train.steps=N" in said.err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_is_extended(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a method whose steps do not depend on how many there are: it gives the run that was planned longer."""
+    planned, folder = config(shards, "autoregressive", steps=8, save_every=2), tmp_path / "run"
+    start(tmp_path / "planned", planned)
+    start(folder, replace(planned, train=replace(planned.train, steps=4)))
+    assert cli(["train", "--resume", str(folder), "--set", "train.steps=8"]) == 0
+    assert capsys.readouterr().out == f"{folder / 'checkpoints' / 'step-8'}\n"
+    assert losses(folder) == losses(tmp_path / "planned") and len(losses(folder)) == 8
+    assert (folder / "config.toml").read_text() == (tmp_path / "planned" / "config.toml").read_text()
+
+
+def test_of_a_resumed_run_only_the_steps_can_be_changed_and_only_upwards(shards: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    start(folder, config(shards, "autoregressive", steps=2))
+    before = (folder / "config.toml").read_bytes()
+    for overrides, message in (
+        (["train.steps=1"], r"train\.steps is 1, but .* has 2"),
+        (["train.steps=4", "train.lr=1"], r"train\.lr=1.* train\.init="),
+        (["method.name=self-refine"], r"method\.name=self-refine.* train\.init="),
+        (["method.noise_min=0.5"], r"method\.noise_min=0\.5.* train\.init="),
+    ):
+        with pytest.raises(FredaError, match=message):
+            loop.resume_run(folder, overrides)
+    wrong = replace(loop.resume_run(folder, ["train.steps=4"]), data=DataConfig(path=str(tmp_path), seq_len=96))
+    with pytest.raises(FredaError):
+        loop.train(wrong, folder, resume=True)
+    assert (folder / "config.toml").read_bytes() == before, "a run that cannot be resumed stays what it was"
 
 
 def test_resume_needs_neither_the_working_folder_nor_the_first_model(
@@ -399,7 +438,7 @@ def test_a_signal_saves_and_leaves_with_a_clear_word(
     out, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert f"{number.name} after step" in errors and "saved and stopped" in errors
-    assert f"go on with: freda train --resume {folder}" in errors
+    assert f"resume with: freda train --resume {folder}" in errors
     step = int(out.strip().rsplit("-", 1)[1])
     assert losses(folder)[-1][0] == step >= 1 and checkpoint.latest(folder) == folder / "checkpoints" / f"step-{step}"
 

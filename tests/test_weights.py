@@ -281,7 +281,8 @@ def test_run_folder_means_its_newest_checkpoint(model_folder: Path, tmp_path: Pa
 
 
 def test_weights_module_does_not_import_transformers() -> None:
-    code = "import sys, freda.folders.model_folder, freda.folders.gguf; print({'transformers', 'gguf'} & sys.modules.keys())"
+    code = "import sys, freda.folders.model_folder, freda.folders.gguf as ours; "
+    code += "print({'transformers', 'gguf'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -391,9 +392,9 @@ def test_a_damaged_config(model_folder: Path) -> None:
 def test_a_damaged_freda_section(model_folder: Path) -> None:
     section = json.loads((model_folder / "config.json").read_text())["freda"]
     edit_json(model_folder / "config.json", freda=section | {"method": "magic"})
-    refuse(model_folder, "method.name is 'magic'; use one of autoregressive")
-    edit_json(model_folder / "config.json", freda={key: section[key] for key in section if key != "passes"})
-    refuse(model_folder, r"freda section of config\.json has no passes")
+    refuse(model_folder, r"config\.json names the method 'magic'; this version has autoregressive")
+    edit_json(model_folder / "config.json", freda={key: section[key] for key in section if key != "feedback"})
+    refuse(model_folder, r"freda section of config\.json has no feedback")
     edit_json(model_folder / "config.json", freda=section | {"block_size": "4"})
     refuse(model_folder, "method.block_size is '4'")
 

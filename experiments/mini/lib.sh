@@ -76,7 +76,7 @@ watched() {
     trap 'kill "$child" 2>/dev/null || true' TERM INT
     wait "$child" || code=$?
     while kill -0 "$child" 2>/dev/null; do wait "$child" || code=$?; done
-    if [ "$code" != 0 ] || grep -q "^go on with: " "$folder.log"; then # a training that was told to stop leaves with 0
+    if [ "$code" != 0 ] || grep -q "^resume with: " "$folder.log"; then # a training that was told to stop leaves with 0
         echo "$folder: not finished, see $WORK/$folder.log" >&2
         tail -n 3 "$folder.log" >&2
         return

@@ -40,7 +40,7 @@ from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.shapes import head_parameters, layer_parameters
 from freda.model.transformer import Transformer
-from freda.sections import knob
+from freda.sections import build, knob
 
 NEVER = 2.0  # a commitment threshold that no probability reaches
 
@@ -119,7 +119,8 @@ class Method:
         missing = next((key for key in keys if key not in section), None)
         if missing is not None:
             raise FredaError(f"the freda section of config.json has no {missing}; write the model again")
-        return cls(**{key: section[key] for key in keys})
+        restored: Self = build(cls, {key: section[key] for key in keys}, "method.")
+        return restored
 
     # -- training ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 It maps embeddings to hidden states and knows no noise, no rank and no request: the mask says who sees whom, and `past`
 holds the keys and values of text that came before. The forward returns the keys and values of the tokens it was given,
 so the caller decides what to keep: training uses those of the clean half for every pass over the draft, decoding
-writes those of a committed block into its cache. Module names are the Hugging Face names (see `weights`).
+writes those of a committed block into its cache. Module names are the Hugging Face names (see `folders.hugging_face`).
 
 Shapes: R rows, T tokens, K keys, D width, H heads, C head width, V vocabulary.
 """

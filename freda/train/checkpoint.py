@@ -1,4 +1,4 @@
-"""Checkpoints: a model folder plus what training needs to go on as if it had never stopped.
+"""Checkpoints: a model folder plus what training needs to continue as if it had never stopped.
 
     config.json, tokenizer files          as in every model folder
     model.safetensors                     all weights; with N processes model-0000i-of-0000N.safetensors and an index
@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from freda.errors import AgreedError, FredaError
-from freda.files import PART, beside, flush, write_whole, written_beside
+from freda.files import PART, beside, flush, read_json, write_whole, written_beside
 from freda.folders.hugging_face import hugging_face_name
 from freda.folders.model_folder import About, part_file, write_files
 from freda.folders.tensors import save_tensors
@@ -282,7 +282,7 @@ def _cannot_write(folder: Path) -> Iterator[None]:
 
 
 def resumable(run: Path, ranks: Ranks, note: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from: the newest whose files are what was written, if there is any.
+    """The checkpoint to resume from: the newest whose files are what was written, if there is any.
 
     Damaged ones are set aside, under a name that says so, and noted.
     """
@@ -297,7 +297,7 @@ def resumable(run: Path, ranks: Ranks, note: Callable[[str], None]) -> Path | No
         if not problem:
             ranks.agree(lambda folder=folder: _set_aside(damaged, folder) if ranks.first else None)  # type: ignore[misc]
             for path, what in damaged:
-                note(f"{path} is damaged ({what}) and was set aside as {path.name}{DAMAGED}; going on from {folder}")
+                note(f"{path} is damaged ({what}) and was set aside as {path.name}{DAMAGED}; resuming from {folder}")
             return folder
         damaged.append((folder, problem))
     named = "; ".join(f"{path}: {what}" for path, what in damaged)
@@ -341,9 +341,14 @@ def _set_aside(damaged: list[tuple[Path, str]], good: Path) -> None:
         shutil.rmtree(left)
 
 
+def steps_done(folder: Path) -> int:
+    """The number of optimizer steps behind a checkpoint."""
+    return int(read_json(folder / "state.json")["step"])
+
+
 def restore(folder: Path, parts: Parts, optimizer: torch.optim.AdamW, ranks: Ranks) -> int:
     """Load a checkpoint's optimizer state; `parts` hold its weights already. Returns the number of steps done."""
-    step = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
+    step = steps_done(folder)
     wanted: dict[str, Tensor] = {}
     for name, weight in _learning(parts):
         state = {moment: torch.zeros_like(weight, memory_format=torch.preserve_format) for moment in MOMENTS}

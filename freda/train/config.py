@@ -27,7 +27,7 @@ class DataConfig:
 
     path: str = knob("", "folder of token shards made by `freda prepare`")
     seq_len: int = knob(128, "tokens per row")
-    first_row: int = knob(0, "row to begin with, in the order of the seed: a second stage goes on behind the first")
+    first_row: int = knob(0, "row to begin with, in the order of the seed: a second stage continues after the first")
 
     def __post_init__(self) -> None:
         require(self.seq_len >= 1, f"data.seq_len is {self.seq_len}; use 1 or more")
@@ -105,12 +105,12 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> RunConfig:
     return from_dict(read_tables(path, overrides))
 
 
-def load_stored(path: Path) -> RunConfig:
-    """The config that a run wrote beside itself.
+def load_stored(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The config that a run wrote beside itself, with `section.key=value` overrides applied.
 
     Version 0.1 wrote the sections of `freda prepare`, too, and the settings of all methods.
     """
-    values = {name: section for name, section in read_tables(path, ()).items() if name not in SECTIONS_OF_0_1}
+    values = {name: section for name, section in read_tables(path, overrides).items() if name not in SECTIONS_OF_0_1}
     method = values.get("method")
     if isinstance(method, dict) and method.get("name") in METHODS:
         own = {field.name for field in fields(METHODS[method["name"]])}

@@ -13,7 +13,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
-from freda.errors import AgreedError, FredaError, note
+from freda.errors import AgreedError, FredaError, note, require
+from freda.files import write_whole
 from freda.folders.model_folder import About
 from freda.folders.resolve import model_path
 from freda.methods.method import Step
@@ -55,17 +56,26 @@ def check_unused(folder: Path) -> None:
     """A new run must not mix with what is there."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FredaError(
-            f"{folder} is not empty; go on with it by: freda train --resume {folder}, or choose another folder"
+            f"{folder} is not empty; resume it with: freda train --resume {folder}, or choose another folder"
         )
 
 
-def resume_run(folder: Path) -> RunConfig:
-    """The config of an existing run."""
+def resume_run(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of an existing run. Of all settings only `train.steps` can be overridden, to extend the run."""
     if not folder.is_dir():
         raise FredaError(f"there is no run folder {folder}")
     if not (folder / "config.toml").is_file():
         raise FredaError(f"{folder} is not a run folder: it has no config.toml")
-    return config_module.load_stored(folder / "config.toml")
+    for override in overrides:
+        require(
+            override.partition("=")[0].strip() == "train.steps",
+            f"--set {override}: a resumed run keeps its settings, except for a larger train.steps; "
+            f"for other settings start a new run with train.init={folder}",
+        )
+    before, config = (config_module.load_stored(folder / "config.toml", more) for more in ((), overrides))
+    steps, asked = before.train.steps, config.train.steps
+    require(asked >= steps, f"train.steps is {asked}, but the run {folder} has {steps}; use a larger number")
+    return config
 
 
 def train(
@@ -76,18 +86,31 @@ def train(
         ranks.agree(lambda: check_unused(folder))
     config = _with_absolute_paths(config)
     saved = checkpoint.resumable(folder, ranks, note if ranks.first else lambda _: None) if resume else None
+    if saved is not None and checkpoint.steps_done(saved) >= config.train.steps:
+        return _finished(folder, saved, ranks)
     run = setup(config, saved, ranks)  # before the folder is made: a wrong config leaves nothing behind
     done = 0 if saved is None else checkpoint.restore(saved, run.parts, run.optimizer, ranks)
 
-    def make_folder() -> None:
-        if ranks.first and not resume:
+    def write_config() -> None:
+        if ranks.first and not (resume and resume_run(folder) == config):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(config_module.dump(run.config), encoding="utf-8")
+            write_whole(folder / "config.toml", config_module.dump(run.config))
 
-    ranks.agree(make_folder)
+    ranks.agree(write_config)
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
     with line, _stop_signals() as stop, prefetch(run, done) as run.ahead:
         return _run_steps(run, folder, done, line, stop)
+
+
+def _finished(folder: Path, saved: Path, ranks: Ranks) -> Result:
+    """The result of resuming a run that has done all its steps; says how to train longer."""
+    done = checkpoint.steps_done(saved)
+    if ranks.first:
+        note(
+            f"{folder} is already finished, at step {done}; to extend it: freda train --resume {folder} --set "
+            f"train.steps=N with N above {done}; to train from it with other settings: train.init={folder} in a new run"
+        )
+    return Result(saved, done, "", {}, 0.0)
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -259,6 +282,9 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
 
 
 def _passes(run: Run, step: int) -> list[int]:
+    """The number of passes of each group of a step."""
+    if run.passes:
+        return [run.passes] * len(run.shares)
     return pass_numbers(run.config.train.seed, step, len(run.shares), run.method.training_passes)
 
 

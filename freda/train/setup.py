@@ -48,6 +48,7 @@ class Run:
     shares: list[range] = field(init=False)  # this rank's rows of each group, numbered within the step
     ahead: Prefetcher | None = None  # None: a step reads its batches itself
     matmul_rate: float = 0.0  # of the device, operations a second; 0: not measured
+    passes: int = 0  # that every group runs, for a bench; 0: numbers drawn for each step
 
     @property
     def method(self) -> Method:
