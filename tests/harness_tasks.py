@@ -24,10 +24,10 @@ from freda.data.synthetic import problems_of
 from freda.errors import missing_package
 from freda.eval.code import humanevalplus_program
 from freda.eval.sandbox import run_many
+from freda.eval.task import json_rows
 from freda.eval.tasks import TASKS, mini_math
 from freda.eval.tasks.math500 import LONGEST, in_workers, same
 from freda.eval.tasks.sums import corpus_of
-from freda.eval.task import json_rows
 
 Row = Mapping[str, Any]
 Config = dict[str, Any]  # what a YAML file of lm_eval holds

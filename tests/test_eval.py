@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from freda.eval.run import exact_match, score, solution_batch, token_accuracy
 from freda.methods.config import MethodConfig
 
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.generate import Output, Request, generate
-from freda.eval.run import exact_match, score, solution_batch, token_accuracy
 from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
 from freda.model.config import ModelConfig

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from freda.eval.harness_tasks import HARNESS_TASKS
 from freda.methods.config import MethodConfig
 
 from freda.decode.config import DecodeConfig
 from freda.eval import harness
 from freda.eval.harness import Answerer, run_task
-from freda.eval.harness_tasks import HARNESS_TASKS
 from freda.eval.tasks import TASKS, gsm8k
 from tests.benchmarks import written
 

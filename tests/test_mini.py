@@ -27,8 +27,8 @@ from freda.data.synthetic import Split, split_of
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS
 from freda.eval.task import Example
+from freda.eval.tasks import TASKS
 
 PLAIN = MiniConfig(documents=200, validation_documents=20)
 KINDS = tuple(mini.KINDS)

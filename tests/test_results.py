@@ -20,8 +20,8 @@ from freda.errors import FredaError
 from freda.eval.evaluate import evaluate, fingerprint
 from freda.eval.folder import read_samples
 from freda.eval.report.compare import compare
-from freda.eval.tasks import TASKS, gpqa, humaneval, math500, mbpp, mmlu, sums
 from freda.eval.task import Example, Graded, checksum, json_rows
+from freda.eval.tasks import TASKS, gpqa, humaneval, math500, mbpp, mmlu, sums
 from freda.files import locked
 from freda.folders.model_folder import LoadedModel
 from freda.model.transformer import Transformer

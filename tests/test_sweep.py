@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from freda.eval.run import solution_batch, teacher_forced
+from freda.eval.stability import stability
+from freda.methods.config import MethodConfig
 
 from freda.cli import run
 from freda.data.config import CorpusConfig
@@ -20,15 +23,12 @@ from freda.errors import FredaError
 from freda.eval import config as configs
 from freda.eval import sweep as sweeps
 from freda.eval.config import SweepConfig, SweepFile, SystemConfig
-from freda.eval.run import solution_batch, teacher_forced
-from freda.eval.stability import stability
 from freda.eval.sweep import NEVER, Setting, passes_settings, read_sweep, run_sweep, settings_of
-from freda.eval.tasks import load_examples, mmlu, sums
 from freda.eval.task import Example, checksum
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
-from freda.model.scorer import Scorer
+from freda.eval.tasks import load_examples, mmlu, sums
 from freda.folders.model_folder import LoadedModel, save_model
+from freda.methods import METHODS
+from freda.model.scorer import Scorer
 from tests.conftest import answering_model
 
 SYSTEM = SystemConfig(models=("x",))

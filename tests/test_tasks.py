@@ -23,8 +23,8 @@ from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
 from freda.eval.sandbox import Verdict
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, load_examples, math500, mbpp, mmlu, sums
 from freda.eval.task import Example, checksum, json_rows
+from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, load_examples, math500, mbpp, mmlu, sums
 from freda.folders.model_folder import LoadedModel, save_model
 from tests.conftest import answering_model
 
