@@ -13,10 +13,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from freda.decode.generate import Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Request
 from freda.decode.show import pass_line
-from freda.methods import METHODS
 from freda.folders.model_folder import load_model
+from freda.methods import METHODS
 
 TARGET = Path(__file__).parent / "images" / "refine.svg"
 

@@ -50,7 +50,7 @@ def measure_packing(documents: int) -> None:
 
 
 def peak_memory() -> float:
-    """Megabytes."""
+    """Peak memory of this process in megabytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -116,7 +116,7 @@ def measure_waits(folder: Path, steps: int, late_ms: int) -> None:
 
 
 def main() -> None:
-    """All three."""
+    """Measure packing, reading and waits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, required=True, help="folder for the shards")
     parser.add_argument("--documents", type=int, default=2_000_000)

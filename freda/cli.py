@@ -36,7 +36,6 @@ app = typer.Typer(
     "shows one refining its drafts, in a few minutes on two cores.",
 )
 
-DECODING = DecodeConfig()
 Unpublished = Annotated[
     bool, typer.Option("--unpublished", help="Accept benchmark files whose checksum is not the published one.")
 ]
@@ -292,7 +291,7 @@ def evaluate_(
     batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 64,
     decode: DecodeConfig = DecodeConfig(max_new_tokens=1024),
     device: Device = "auto",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     harness: Annotated[
         bool, typer.Option("--harness", help="Let lm-evaluation-harness ask; --task names tasks of its own.")
     ] = False,
@@ -337,7 +336,7 @@ def sweep(
     data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
     draw: Annotated[Path | None, typer.Option(help="Instead: a sweep.json, or its folder, to draw again.")] = None,
     device: Device = "auto",
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     unpublished: Unpublished = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:

@@ -1,9 +1,9 @@
-"""The benchmarks as tasks of lm-evaluation-harness, over the same local files.
+"""The benchmarks as tasks of lm-evaluation-harness, over the same local files: an oracle for `freda.eval.tasks`.
 
-What is asked and how an answer is graded is said here a second time, in lm_eval's terms: its templates build the
-prompts, its samplers choose the exemplars, its filters find the answers and its metrics count them. None of it is
-shared with `freda.eval.tasks`, so equal prompts and equal verdicts check both. Shared are the reading of rows, the
-numbers that a setting consists of (shots, stop strings, lengths), the sandbox, and the processes around math-verify.
+Prompts and grading are stated a second time, in lm_eval's terms: its templates build the prompts, its samplers choose
+the exemplars, its filters find the answers and its metrics count them. None of it is shared with `freda.eval.tasks`, so
+equal prompts and equal verdicts check both. Shared are the reading of rows, the numbers that a setting consists of
+(shots, stop strings, lengths), the sandbox, and the processes around math-verify.
 
 Datasets are made in memory: nothing is fetched, and nothing stays in a cache. Where a task is not the one that lm_eval
 has under a like name, the function that makes it says how.
@@ -19,15 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from freda.data.config import CorpusConfig
+from freda.data.generators import settings_in
+from freda.data.mini import questions_of
 from freda.data.mini_code import tests_of
 from freda.data.synthetic import problems_of
-from freda.errors import missing_package
 from freda.eval.code import humanevalplus_program
-from freda.eval.sandbox import run_many
-from freda.eval.task import json_rows
-from freda.eval.tasks import TASKS, mini_math
+from freda.eval.harness import metrics_of, silence, simple_evaluate
+from freda.eval.sandbox import isolation, run_many
+from freda.eval.task import Example, json_rows
+from freda.eval.tasks import TASKS
 from freda.eval.tasks.math500 import LONGEST, in_workers, same
-from freda.eval.tasks.sums import corpus_of
 
 Row = Mapping[str, Any]
 Config = dict[str, Any]  # what a YAML file of lm_eval holds
@@ -111,21 +113,19 @@ def _verified_as_a_whole(responses: Sequence[Sequence[str]], documents: Sequence
 
 def same_as_a_whole(solution: str, text: str) -> bool:
     """Does math-verify find the same answer in both texts?"""
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise missing_package("math-verify", "harness") from None
+    from math_verify import parse, verify
+
     return bool(verify(parse(solution), parse(text)))
 
 
 def _sums(folder: Path, count: int) -> list[Config]:
     """Nothing like it is in lm_eval."""
-    asked = itertools.islice(problems_of(corpus_of(folder), "test"), count)
+    asked = itertools.islice(problems_of(CorpusConfig(**settings_in(folder, "sums")), "test"), count)
     return _word_problems("sums", [{"prompt": one.prompt, "answer": str(one.answer)} for one in asked])
 
 
 def _mini_math(folder: Path, count: int) -> list[Config]:
-    return _word_problems("mini_math", [item._asdict() for item in mini_math.asked("mini_math", folder, count)])
+    return _word_problems("mini_math", [item._asdict() for item in questions_of("mini_math", folder, count)])
 
 
 def _word_problems(name: str, rows: Sequence[Row]) -> list[Config]:
@@ -190,7 +190,7 @@ def _mbpp(folder: Path, count: int) -> list[Config]:
 
 def _mini_code(folder: Path, count: int) -> list[Config]:
     """Nothing like it is in lm_eval; the rows are ours with their tests."""
-    items = mini_math.asked("mini_code", folder, count)
+    items = questions_of("mini_code", folder, count)
     rows = [{"task_id": str(number), **one._asdict(), "test": tests_of(one)} for number, one in enumerate(items)]
 
     def program(row: Row, text: str) -> tuple[str, str]:
@@ -239,7 +239,7 @@ def _gpqa_diamond(folder: Path, count: int) -> list[Config]:
     otherwise, and shuffles the options of all rows by one generator, so that they change with the rows asked."""
     with open(folder / "gpqa" / "gpqa_diamond.csv", encoding="utf-8", newline="") as file:
         rows = [_shuffled(row, number) for number, row in enumerate(csv.DictReader(file))]
-    shots = TASKS["gpqa_diamond"].SHOTS
+    shots = TASKS["gpqa_diamond"].shots
     about = "The following are multiple choice questions (with answers) about science."
     return [{**_chosen("gpqa_diamond", about), **_rows(test=rows[shots : shots + count], dev=rows[:shots])}]
 
@@ -253,7 +253,7 @@ def _shuffled(row: Row, number: int) -> Row:
 
 
 def _mini_logic(folder: Path, count: int) -> list[Config]:
-    rows = [item._asdict() for item in mini_math.asked("mini_logic", folder, count)]
+    rows = [item._asdict() for item in questions_of("mini_logic", folder, count)]
     plain = {"description": "", "doc_to_text": "prompt"}
     return [{**_chosen("mini_logic", ""), **_rows(test=rows, dev=rows[:1]), **plain}]
 
@@ -269,7 +269,7 @@ def _chosen(name: str, about: str) -> Config:
         "test_split": "test",
         "fewshot_split": "dev",
         "fewshot_config": {"sampler": "first_n"},
-        "num_fewshot": TASKS[name].SHOTS,
+        "num_fewshot": TASKS[name].shots,
         "metric_list": [_mean("acc")],
     }
 
@@ -279,13 +279,13 @@ def _chosen(name: str, about: str) -> Config:
 
 def _generated(name: str) -> Config:
     task = TASKS[name]
-    length = {"until": list(task.STOPS), "max_gen_toks": task.MAX_NEW_TOKENS}
+    length = {"until": list(task.stops), "max_gen_toks": task.max_new_tokens}
     return {
         "task": name,
         "output_type": "generate_until",
         "generation_kwargs": {**length, "do_sample": False, "temperature": 0.0},
         "test_split": "test",
-        "num_fewshot": task.SHOTS,
+        "num_fewshot": task.shots,
     }
 
 
@@ -330,3 +330,50 @@ HARNESS_TASKS: dict[str, HarnessTask] = {
     "mini_code": HarnessTask(_mini_code, "pass@1,sandbox"),
     "mini_logic": HarnessTask(_mini_logic, "acc,none"),
 }
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """What lm_eval made of one of our benchmarks."""
+
+    prompts: list[str]
+    outputs: list[str]  # texts, or chosen letters
+    verdicts: list[bool]
+    accuracy: float
+    metrics: dict[str, float | None]
+
+
+def ask(lm: Any, name: str, data: Path, examples: Sequence[Example]) -> Asked:
+    """Let lm_eval ask as many questions of a benchmark as there are `examples`."""
+    if HARNESS_TASKS[name].metric.endswith(",sandbox"):
+        isolation()  # says what the kernel does not grant, before lm_eval is made silent
+    with silence():
+        found = simple_evaluate(lm, _tasks(name, data, len(examples)))
+    metric, _, chosen = HARNESS_TASKS[name].metric.partition(",")
+    choices, rows = TASKS[name].choices, []
+    for part in found["samples"].values():
+        for sample in sorted((one for one in part if one["filter"] == chosen), key=lambda one: one["doc_id"]):
+            first = [answers[0] for answers in sample["resps"]]
+            output = choices[max(range(len(first)), key=lambda index: first[index][0])] if choices else first[0]
+            rows.append((sample["arguments"][0][0], output, bool(sample[metric])))
+    metrics = metrics_of(name, found)
+    prompts, outputs, verdicts = (list(column) for column in zip(*rows, strict=True))
+    return Asked(prompts, outputs, verdicts, metrics[HARNESS_TASKS[name].metric] or 0.0, metrics)
+
+
+def _tasks(name: str, data: Path, count: int) -> list[Any]:
+    """A task of ours in lm_eval's terms; parts make a group whose metric counts every question once."""
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.config.group import GroupConfig
+
+    parts = [ConfigurableTask(config=config) for config in HARNESS_TASKS[name].configs(data, count)]
+    if parts[0].task_name == name:
+        return parts
+    metric = HARNESS_TASKS[name].metric.partition(",")[0]
+    group = Group.from_config(GroupConfig(name, aggregate_metric_list=[{"metric": metric, "weight_by_size": True}]))
+    for part in parts:
+        group.add(part)
+    return [group]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.decode.generate import Output, Pass, Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Output, Pass, Request
 from freda.errors import FredaError
 from freda.methods.best_of_n import BestOfN, Slots
 from freda.methods.candidates import choose

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from freda.decode.stops import cut_at_stop
-from freda.eval.code import HUMANEVAL_STOPS, humaneval_program, humanevalplus_program, mbpp_program
+from freda.eval.code import FUNCTION_STOPS, humaneval_program, humanevalplus_program, mbpp_program
 from freda.eval.sandbox import Limits, Verdict, run_many, run_program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -104,7 +104,7 @@ def test_mbpp() -> None:
 
 def test_completions_are_cut_at_the_first_stop() -> None:
     text = "    return x\n\nif __name__:\n    print(1)\ndef g(): pass\n"
-    assert cut_at_stop(text, HUMANEVAL_STOPS) == "    return x\n"
+    assert cut_at_stop(text, FUNCTION_STOPS) == "    return x\n"
     assert cut_at_stop(text, ("\ndef",)) == text[: text.index("\ndef")]
-    assert cut_at_stop("    return x", HUMANEVAL_STOPS) == "    return x" and cut_at_stop(text, ()) == text
-    assert cut_at_stop("\ndef f", HUMANEVAL_STOPS) == ""
+    assert cut_at_stop("    return x", FUNCTION_STOPS) == "    return x" and cut_at_stop(text, ()) == text
+    assert cut_at_stop("\ndef f", FUNCTION_STOPS) == ""

@@ -12,7 +12,9 @@ from freda.cli import run
 from freda.errors import FredaError
 from freda.eval import download as downloads
 from freda.eval.download import FETCH, download
-from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, mbpp, mmlu
+from freda.eval.tasks import TASKS
+from freda.eval.tasks.gpqa import COLUMNS
+from tests.benchmarks import resize
 
 CODE = {
     "prompt": "def f():\n",
@@ -24,7 +26,7 @@ HUB: dict[tuple[str, str | None, str], list[dict[str, Any]]] = {
     ("openai/gsm8k", "main", "test"): [{"question": "One and one?", "answer": "1 + 1 = 2\n#### 2"}] * 2,
     ("HuggingFaceH4/MATH-500", None, "test"): [{"problem": "1?", "solution": "1", "answer": "1"}] * 3,
     ("openai/openai_humaneval", None, "test"): [{"task_id": "HumanEval/0", **CODE}],
-    ("Idavidrein/gpqa", "gpqa_diamond", "train"): [{c: f"{c}, {n}\n" for c in gpqa.COLUMNS} for n in range(7)],
+    ("Idavidrein/gpqa", "gpqa_diamond", "train"): [{c: f"{c}, {n}\n" for c in COLUMNS} for n in range(7)],
     **{
         ("cais/mmlu", "all", split): [
             {"question": f"{subject}?", "choices": ["a", "b, c", "d", "e"], "answer": n % 4, "subject": subject}
@@ -58,9 +60,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(downloads, "hub_rows", rows)
     for name, file in (("gsm8k", "gsm8k_cot_8shot"), ("math500", "minerva_math_4shot")):
         monkeypatch.setitem(FETCH[name], f"fewshot/{file}.json", exemplars)
-    for task, count in ((gsm8k, 2), (humaneval, 1), (mbpp, 7), (gpqa, 7), (mmlu, 10), (TASKS["math500"], 3)):
-        monkeypatch.setattr(task, "ROWS", count)
-    monkeypatch.setattr(mmlu, "SUBJECTS", 2)
+    resize(monkeypatch, gsm8k=2, humaneval=1, mbpp=7, gpqa_diamond=7, mmlu=10, math500=3)
     return asked
 
 
@@ -68,7 +68,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_is_downloaded_can_be_read(name: str, hub: list[str], tmp_path: Path) -> None:
     made = download(TASKS[name], tmp_path)
     assert made and all(path.exists() for path in made)
-    examples = TASKS[name].load(tmp_path)
+    examples = TASKS[name].examples(tmp_path)
     expected = {"gsm8k": 2, "math500": 3, "humaneval": 1, "gpqa_diamond": 2, "mmlu": 10, "mbpp": 2}
     assert len(examples) == expected[name]
     assert not [path for path in tmp_path.rglob("tmp*")], "nothing half written is left"
@@ -77,8 +77,8 @@ def test_what_is_downloaded_can_be_read(name: str, hub: list[str], tmp_path: Pat
 
 
 def test_letters_and_commas_survive(hub: list[str], tmp_path: Path) -> None:
-    download(mmlu, tmp_path)
-    second = mmlu.load(tmp_path)[1]
+    download(TASKS["mmlu"], tmp_path)
+    second = TASKS["mmlu"].examples(tmp_path)[1]
     assert second.gold == "B" and "B. b, c\n" in second.prompt
 
 
@@ -89,7 +89,7 @@ def test_a_broken_download_leaves_nothing(hub: list[str], tmp_path: Path, monkey
 
     monkeypatch.setitem(FETCH["humaneval"], "humaneval/HumanEval.jsonl.gz", fails)
     with pytest.raises(FredaError, match="the line is dead"):
-        download(humaneval, tmp_path)
+        download(TASKS["humaneval"], tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -110,4 +110,4 @@ def test_no_network_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(datasets, "load_dataset", dead)
     with pytest.raises(FredaError, match=r"cannot get openai/gsm8k from the Hugging Face Hub \(no route\)"):
-        download(gsm8k, tmp_path)
+        download(TASKS["gsm8k"], tmp_path)

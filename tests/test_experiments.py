@@ -21,7 +21,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from freda.methods.config import MethodConfig
 
 from freda.data.config import load_prepare
 from freda.data.generators import settings_in
@@ -29,9 +28,9 @@ from freda.data.shards import Manifest, SplitInfo
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
 from freda.eval.config import load_sweep
-from freda.eval.report.tables import Sweep
-from freda.eval.sweep import read_sweep
-from freda.eval.tasks import TASKS, load_examples
+from freda.eval.report.points import Sweep, read_sweep
+from freda.eval.tasks import TASKS
+from freda.methods.config import MethodConfig
 from freda.folders.model_folder import load_model
 from freda.train import config as configs
 from freda.train.config import RunConfig
@@ -176,7 +175,7 @@ def test_a_training_that_is_told_to_stop_is_not_finished(work: Path) -> None:
     program = work / "freda"
     waits = """#!/bin/bash
 [ "$1" = prepare ] && { mkdir -p "$3"; touch "$3/manifest.json"; exit; }
-trap 'sleep 0.5; echo saved >"$WORK/saved"; echo "resume with: freda train --resume x" >&2; exit 0' TERM
+trap 'sleep 0.5; echo saved >"$WORK/saved"; echo "go on with: freda train --resume x" >&2; exit 0' TERM
 mkdir -p "$4"; touch "$4/config.toml"
 touch "$WORK/begun"; for _ in {1..300}; do sleep 0.1; done
 """
@@ -191,7 +190,7 @@ touch "$WORK/begun"; for _ in {1..300}; do sleep 0.1; done
     assert script.wait(timeout=20) == 143
     assert (work / "saved").exists(), "the training was told, and waited for"
     assert not (work / "runs/mini-suite/0/base/finished").exists()
-    alone = '#!/bin/bash\necho "resume with: freda train --resume x" >&2\n'  # it was told, and the script was not
+    alone = '#!/bin/bash\necho "go on with: freda train --resume x" >&2\n'  # it was told, and the script was not
     program.write_text(alone, encoding="utf-8")
     called(work, "train.sh", fails=True, SEEDS="0")
     program.write_text(PROGRAM, encoding="utf-8")
@@ -358,7 +357,7 @@ def test_the_main_numbers_of_the_page_are_those_of_the_points(report: ModuleType
 def test_groups_ablations_and_speed_up_of_the_page(report: ModuleType) -> None:
     page = report.PAGE.read_text(encoding="utf-8")
     tokenizer, found = Tokenizer.load(report.SHIPPED), rights("a")
-    logic, sums = (load_examples(TASKS[name], report.SHIPPED / "data", 0) for name in ("mini_logic", "mini_math"))
+    logic, sums = (TASKS[name].examples(report.SHIPPED / "data") for name in ("mini_logic", "mini_math"))
     third = [place for place, example in enumerate(logic) if example.group == "walk 3"]
     given = [place for place, example in enumerate(sums) if len(tokenizer.encode(example.prompt)) % 4 == 2]
     systems = ("base", "autoregressive", "block-diffusion", "self-refine", "best-of-n")

@@ -16,10 +16,10 @@ from freda.decode.chat import Chat, messages
 from freda.describe import describe
 from freda.errors import FredaError
 from freda.folders import resolve as folders
-from freda.folders.convert import convert
-from freda.folders.model_folder import load_model
 from freda.folders.resolve import model_path, packaged, resolve_model_folder
-from tests.helpers import EASY, write_stand_in
+from freda.folders.model_folder import load_model
+from tests.benchmarks import resize
+from tests.stand_in import EASY, write_stand_in
 
 
 @pytest.fixture
@@ -63,10 +63,7 @@ def test_a_run_that_starts_from_a_packaged_model_keeps_its_folder(stand_in: Path
 def test_the_packaged_model_brings_its_questions(
     stand_in: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from freda.eval.tasks import mini_code, mini_logic, mini_math
-
-    for task in (mini_math, mini_code, mini_logic):
-        monkeypatch.setattr(task, "ROWS", 4)
+    resize(monkeypatch, mini_math=4, mini_code=4, mini_logic=4)
     quick = ["--limit", "2", "--max-new-tokens", "8", "--device", "cpu"]
     assert run(["eval", "mini", *quick]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -87,7 +84,7 @@ def test_without_packaged_models_all_else_works(
     folder = write_stand_in(tmp_path / "elsewhere")
     monkeypatch.setattr(folders, "ASSETS", tmp_path / "nothing")
     assert packaged() == [] and resolve_model_folder(folder) == folder
-    with pytest.raises(FredaError, match=r"there is no model mini; .*none in this install"):
+    with pytest.raises(FredaError, match=r"there is no model mini; .*; no model comes with this install"):
         freda.load("mini")
     assert run(["generate", "mini", "Q:"]) == 2
     assert "there is no model mini" in capsys.readouterr().err
@@ -96,35 +93,14 @@ def test_without_packaged_models_all_else_works(
     assert run(["eval", str(folder)]) == 2
     assert "name a --task; only a packaged model" in capsys.readouterr().err
     assert run(["inspect", "mini"]) == 2
-    assert "there is no model mini" in capsys.readouterr().err
+    assert capsys.readouterr().err == "freda: error: there is nothing at mini\n"
 
 
-@pytest.mark.parametrize("find", [resolve_model_folder, describe, lambda path: convert(path, Path("target"))])
-def test_an_unknown_model_is_an_error_with_advice(find: Callable[[Path], object], stand_in: Path) -> None:
-    with pytest.raises(FredaError, match=r"no model maxi; .*\(mini\)") as error:
-        find(Path("maxi"))
-    assert "hf download" not in str(error.value)
-    with pytest.raises(FredaError) as error:
-        find(Path("Qwen/Qwen3-0.6B"))
-    for command in (
-        "hf download Qwen/Qwen3-0.6B --local-dir models/qwen3-0.6b",
-        "freda convert models/qwen3-0.6b models/qwen3-0.6b-freda",
-    ):
-        assert command in str(error.value)
-    Path("runs").mkdir()
-    with pytest.raises(FredaError, match="no model runs/mine") as error:
-        find(Path("runs/mine"))
-    assert "hf download" not in str(error.value), "runs is a folder here, not a user of the Hub"
-
-
-def test_files_are_not_model_folders(tmp_path: Path) -> None:
-    for name, advice in (("m.gguf", f"freda convert {tmp_path / 'm.gguf'} TARGET"), ("m.bin", "name a model folder")):
-        (tmp_path / name).write_bytes(b"")
-        with pytest.raises(FredaError, match="is a file") as error:
-            resolve_model_folder(tmp_path / name)
-        assert advice in str(error.value)
-    with pytest.raises(FredaError, match=f"no config.json; .* freda convert {tmp_path / 'm.gguf'} TARGET"):
-        resolve_model_folder(tmp_path)
+def test_an_unknown_name_is_told_the_known_ones(stand_in: Path) -> None:
+    with pytest.raises(FredaError, match=r"there is no model maxi; .* comes with freda: mini"):
+        resolve_model_folder(Path("maxi"))
+    with pytest.raises(FredaError, match=r"nothing at maxi, and no packaged model of that name; there is mini"):
+        describe(Path("maxi"))
 
 
 def test_the_demo_begins_with_the_packaged_model(
@@ -155,7 +131,7 @@ def test_the_shipped_model_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "mini"]) == 0
     assert "a scorer among them, stored as int8" in capsys.readouterr().out
     loaded = load_model(Path("mini"))
-    assert loaded.method.name == "best-of-n" and loaded.scorer is not None
+    assert loaded.method.name == "best-of-n" and loaded.backbone.scorer is not None
 
 
 def test_the_shipped_model_says_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from freda.decode.generate import Output, Pass, Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Output, Pass, Request
 from freda.errors import FredaError
 from freda.methods.draft import soft_embedding
 from freda.methods.self_refine import SelfRefine

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
-from freda.decode.generate import Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Request
 from freda.folders.model_folder import About
 from freda.methods.best_of_n import BestOfN
 from freda.methods.draft import likeliest

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness hears from a model what we hear, and `freda eval --harness` compares."""
+"""lm-evaluation-harness gets from a model what our own evaluator gets; and `freda eval --harness`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from typing import Any
 
 import pytest
 import torch
-from freda.methods.config import MethodConfig
 
 from freda.cli import run
 from freda.data.tokenizer import train_tokenizer
-from freda.decode.config import DecodeConfig
+from freda.decode.api import Model
+from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
+from freda.eval.folder import read_samples
 from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
-from freda.eval.tasks import TASKS, gsm8k
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.eval.tasks import TASKS
+from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
+from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import write_lines, written
+from tests.harness_tasks import ask
 
 pytest.importorskip("lm_eval")
 
@@ -45,7 +48,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def models(data: Path) -> dict[str, LoadedModel]:
     """A tiny random model, decoded in two ways, whose tokenizer knows the answer letters."""
-    texts = ["Answer: A", "Answer: B", "Answer: C", "Answer: D"] * 50 + [e.prompt for e in gsm8k.load(data)]
+    texts = ["Answer: A", "Answer: B", "Answer: C", "Answer: D"] * 50 + [
+        e.prompt for e in TASKS["gsm8k"].examples(data)
+    ]
     tokenizer = train_tokenizer(texts, 330)
     shape = ModelConfig(
         vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn_dim=48, max_positions=2048
@@ -71,7 +76,7 @@ def test_likelihoods_are_those_of_our_scorer(method: str, models: dict[str, Load
     loaded = models[method]
     encode, before = loaded.tokenizer.encode, [] if method == "self-refine" else [loaded.tokenizer.eos_id]
     asked = [("Which?\nAnswer:", letter) for letter in (" A", " B", " C and more")] + [("", "What is 3?"), ("x", "")]
-    lm = make_lm(loaded, SHORT, 2)
+    lm = make_lm(Model(loaded), SHORT)
     found = lm.loglikelihood(instances(*asked))
     context = encode("Which?\nAnswer:")
     pairs = [(context, encode(context_and[0] + context_and[1])[len(context) :]) for context_and in asked[:3]]
@@ -94,7 +99,7 @@ def most_probable(loaded: LoadedModel, context: str) -> tuple[str, str] | None:
 
 def test_a_text_is_cut_where_its_tokens_are(models: dict[str, LoadedModel]) -> None:
     loaded = models["self-refine"]
-    lm, encode = make_lm(loaded, SHORT, 2), loaded.tokenizer.encode
+    lm, encode = make_lm(Model(loaded), SHORT), loaded.tokenizer.encode
     whole = encode("Answer: A")
     for context, continuation in (("Answer: ", "A"), ("Ans", "wer: A")):
         given, scored = lm._pair(context, continuation)
@@ -108,7 +113,7 @@ def test_whole_texts_are_scored_once(
 ) -> None:
     loaded = models[method]
     monkeypatch.setattr(loaded.backbone, "config", dataclasses.replace(loaded.backbone.config, max_positions=64))
-    lm, encode = make_lm(loaded, SHORT, 2), loaded.tokenizer.encode
+    lm, encode = make_lm(Model(loaded), SHORT), loaded.tokenizer.encode
     before = [] if method == "self-refine" else [loaded.tokenizer.eos_id]
     short, long = encode("What is 3?"), encode("What is 3? " * 30)
     assert 2 * 63 < len(long) < 3 * 63
@@ -124,24 +129,24 @@ def test_whole_texts_are_scored_once(
 def test_texts_stop_at_the_first_of_all_stops(models: dict[str, LoadedModel]) -> None:
     loaded = models["self-refine"]
     prompt, free = "Q: What is 3 and 4?\nA:", {"until": [], "max_gen_toks": 24}
-    lm = make_lm(loaded, SHORT, 4)
+    lm = make_lm(Model(loaded), SHORT)
     whole = lm.generate_until(instances((prompt, free)))[0]
     places = sorted({whole.index(whole[n : n + 2]) for n in range(len(whole) - 1)})  # where a pair of letters is new
     early, late = (whole[place : place + 2] for place in (places[2], places[-1]))
     assert 0 < whole.index(early) < whole.index(late)
     expected, longer = whole[: whole.index(early)], whole[1:13]
-    lm = make_lm(loaded, SHORT, 4)
+    lm = make_lm(Model(loaded), SHORT)
     stops: list[Any] = [[late, early], [], early, [longer]]
     texts = lm.generate_until(instances(*((prompt, {**free, "until": until}) for until in stops)))
     assert texts == [expected, whole, expected, whole[:1]]
     first, full, _, long = (output.nfe for output in lm.outputs)
     assert first < full and long < full, "they did not go on to the end"
-    assert make_lm(loaded, SHORT, 4).generate_until(instances((prompt, {"until": ["never" * 99]}))) == [whole]
+    assert make_lm(Model(loaded), SHORT).generate_until(instances((prompt, {"until": ["never" * 99]}))) == [whole]
 
 
 def test_lengths_are_the_tasks_or_ours_and_never_those_of_lm_eval(models: dict[str, LoadedModel]) -> None:
     def tokens(settings: DecodeConfig, options: dict[str, Any]) -> int:
-        lm = make_lm(models["autoregressive"], settings, 1)
+        lm = make_lm(Model(models["autoregressive"]), settings)
         lm.generate_until(instances(("Q: What", {"until": [], **options})))
         return len(lm.outputs[0].tokens)
 
@@ -152,13 +157,13 @@ def test_lengths_are_the_tasks_or_ours_and_never_those_of_lm_eval(models: dict[s
 
 
 def test_options_of_a_generation(models: dict[str, LoadedModel]) -> None:
-    lm = make_lm(models["self-refine"], SHORT, 2)
-    greedy, _ = lm._asked(3, "x", {"until": "Q:", "do_sample": False, "temperature": 0.7, "num_beams": 1})
+    lm = make_lm(Model(models["self-refine"]), SHORT)
+    greedy = lm._request(3, "x", {"until": "Q:", "do_sample": False, "temperature": 0.7, "num_beams": 1})
     assert (greedy.temperature, greedy.passes, greedy.threshold, greedy.seed) == (0.0, 2, 0.3, 0)
-    drawn, stops = lm._asked(3, "x", {"until": "Q:", "do_sample": True, "temperature": 0.7, "top_p": 0.9})
-    assert (drawn.temperature, drawn.top_p, drawn.seed, stops) == (0.7, 0.9, 3, ("Q:",))
-    with pytest.raises(FredaError, match=r"generates with num_beams = 4, which freda has not"):
-        lm._asked(0, "x", {"until": [], "num_beams": 4})
+    drawn = lm._request(3, "x", {"until": "Q:", "do_sample": True, "temperature": 0.7, "top_p": 0.9})
+    assert (drawn.temperature, drawn.top_p, drawn.seed, drawn.stop) == (0.7, 0.9, 3, ("Q:",))
+    with pytest.raises(FredaError, match=r"generates with num_beams = 4, which freda does not support"):
+        lm._request(0, "x", {"until": [], "num_beams": 4})
 
 
 @pytest.mark.parametrize("name", ["sums", "gsm8k", "mmlu", "gpqa_diamond", "mbpp"])
@@ -167,15 +172,16 @@ def test_the_same_model_gives_the_same_answers(
     name: str, method: str, data: Path, models: dict[str, LoadedModel], tmp_path: Path
 ) -> None:
     loaded, task = models[method], TASKS[name]
-    examples = task.load(data)
-    evaluate(loaded, task, examples, tmp_path, settings=SHORT, batch_size=3)
-    for batch_size in (3, 5):
-        found = run_task(loaded, name, examples, tmp_path, data=data, settings=SHORT, batch_size=batch_size)
-        ours = json.loads((tmp_path / "results.json").read_text())
-        assert found["freda"] == {"accuracy": ours["accuracy"], "outputs_equal": len(examples), "differ": []}
-        assert found["accuracy"] == pytest.approx(ours["accuracy"])
-        if not task.CHOICES:
-            assert (found["nfe"], found["tpf"]) == pytest.approx((ours["nfe"], ours["tpf"]))
+    examples = task.examples(data)
+    ours = evaluate(Model(loaded, EngineConfig(max_batch=3)), task, examples, tmp_path, settings=SHORT)
+    samples = list(read_samples(tmp_path)[1].values())
+    lm = make_lm(Model(loaded, EngineConfig(max_batch=5)), SHORT)
+    found = ask(lm, name, data, examples)
+    assert found.outputs == [sample["output"] for sample in samples]
+    assert found.verdicts == [sample["correct"] for sample in samples]
+    assert found.accuracy == pytest.approx(ours["accuracy"])
+    if not task.choices:
+        assert sum(output.nfe for output in lm.outputs) == sum(sample["nfe"] for sample in samples)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -188,36 +194,27 @@ def model(models: dict[str, LoadedModel], tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_the_command_compares(
+def test_the_command_runs_tasks_of_lm_eval(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
-    command = ["eval", str(model), "--task", "sums", "--data", str(data), "--out", str(out), "--limit", "7"]
+    write_registry(tmp_path / "registry", monkeypatch)
+    command = ["eval", str(model), "--harness", "--task", "plain", "--out", str(tmp_path / "out"), "--limit", "2"]
     command += ["--max-new-tokens", "12"]
-    assert run([*command, "--harness"]) == 0
+    assert run(command) == 0
     shown, notes = capsys.readouterr()
-    assert shown.startswith("sums: lm_eval 0.00 ± 0.00 (exact_match,strict-match; n = 7), 7 of 7 prompts equal to ours")
-    assert "no results.json" in shown and shown.count("\n") == 1
-    assert notes == "sums by lm_eval: 7 of 7\n", "lm_eval is silent"
-    assert run(command) == 0 and run([*command, "--harness"]) == 0
-    shown = capsys.readouterr().out
-    assert "freda eval 0.00: the same output on 7, the same verdict on 7 of 7; " in shown
-    samples = out / "sums" / "samples.jsonl"
-    samples.write_text(samples.read_text().replace('"correct": false', '"correct": true', 2))
-    assert run([*command, "--harness"]) == 0
-    assert "the same verdict on 5 of 7, not on sums/0, sums/1; " in capsys.readouterr().out
-    assert json.loads((out / "sums" / "harness.json").read_text())["freda"]["differ"] == ["sums/0", "sums/1"]
-    assert run([*command, "--harness", "--passes", "1"]) == 0
-    assert "not compared: results.json has another settings; " in capsys.readouterr().out
-    assert run([*command, "--harness"], debug=True) == 0
+    assert shown.startswith("plain: lm_eval exact_match,none 0.0000") and shown.count("\n") == 1
+    assert "plain by lm_eval: 2 of 2\n" in notes and "it/s" not in notes, "lm_eval is silent"
+    found = json.loads((tmp_path / "out" / "plain" / "harness.json").read_text())
+    assert (found["n"], found["errors"], found["settings"]["max_new_tokens"]) == (2, 0, 12) and found["tpf"] > 0
+    assert run(command, debug=True) == 0
     shown, notes = capsys.readouterr()
     assert shown.count("\n") == 1 and "it/s" in notes, "--debug lets lm_eval speak, on stderr"
 
 
-def test_a_long_list_of_differences_is_cut() -> None:
-    found = {"task": "t", "metric": "acc,none", "accuracy": 0.5, "standard_error": None, "n": 9, "prompts_equal": 9}
-    ours = {"accuracy": 0.25, "outputs_equal": 2, "differ": [f"t/{n}" for n in range(7)]}
-    assert harness_line({**found, "freda": ours}).endswith("on 2 of 9, not on t/0, t/1, t/2, t/3, t/4 and 2 more")
+def test_requests_that_cannot_be_answered_are_counted(models: dict[str, LoadedModel], tmp_path: Path) -> None:
+    lm = make_lm(Model(models["self-refine"]), SHORT)
+    texts = lm.generate_until(instances(("x" * 5000, {"until": []}), ("Q: What", {"until": []})))
+    assert texts[0] == "" != texts[1] and [output.finish == "error" for output in lm.outputs] == [True, False]
 
 
 def test_errors_of_the_command(
@@ -229,12 +226,11 @@ def test_errors_of_the_command(
         assert run([*start, *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "there is no" in complaint(str(tmp_path), "--task", "gsm8k") and not (model / "eval").exists()
     assert "batch_size is 0" in complaint(str(data), "--task", "sums", "--batch-size", "0")
     assert "limit is -1" in complaint(str(data), "--task", "sums", "--limit", "-1")
     write_registry(tmp_path / "registry", monkeypatch)
     told = complaint(str(data), "--task", "nosuch")
-    assert "there is no task 'nosuch'; use one of mmlu, gpqa_diamond" in told and "one of lm_eval 0." in told
+    assert "has no task 'nosuch'" in told and "lm_eval 0." in told
     assert "runs programs outside of freda's sandbox" in complaint(str(data), "--task", "unsafe")
     assert "lm_eval cannot load its task 'broken'" in complaint(str(data), "--task", "broken")
 
@@ -267,15 +263,15 @@ def write_registry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lm_eval.tasks.TaskManager", found)
 
 
-def test_tasks_that_only_lm_eval_has(
-    models: dict[str, LoadedModel], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_groups_and_lengths_of_lm_evals_tasks(
+    models: dict[str, LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_registry(tmp_path / "registry", monkeypatch)
     loaded, settings = models["autoregressive"], dataclasses.replace(SHORT, max_new_tokens=300)
-    found = run_task(loaded, "plain", None, tmp_path, data=data, settings=settings, limit=2)
+    found = run_task(Model(loaded), "plain", tmp_path, settings=settings, limit=2)
     assert (found["n"], found["nfe"]) == (2, 300), "a task without a length has ours, and not lm_eval's 256"
-    assert harness_line(found).startswith("plain: lm_eval exact_match,none 0.0000") and "metric" not in found
-    found = run_task(loaded, "both", None, tmp_path, data=data, settings=SHORT)
+    assert harness_line(found).startswith("plain: lm_eval exact_match,none 0.0000")
+    found = run_task(Model(loaded), "both", tmp_path, settings=SHORT)
     assert {"plain exact_match,none", "letters acc,none"} <= found["metrics"].keys() and found["n"] == 6
 
 

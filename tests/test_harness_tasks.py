@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from freda.eval.harness_tasks import HARNESS_TASKS
-from freda.methods.config import MethodConfig
 
-from freda.decode.config import DecodeConfig
-from freda.eval import harness
-from freda.eval.harness import Answerer, run_task
-from freda.eval.tasks import TASKS, gsm8k
+from freda.eval.task import Example
+from freda.eval.tasks import TASKS
 from tests.benchmarks import written
+from tests.harness_tasks import HARNESS_TASKS, Asked
+from tests.harness_tasks import ask as ask_lm
 
 pytest.importorskip("lm_eval")
-
-SHORT = DecodeConfig(max_new_tokens=24, passes=2, threshold=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +24,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-class Oracle(Answerer):
-    """Says what the test limits; `answer` makes a text, or a letter to prefer, of a question's number."""
+class Oracle:
+    """Says what the test wants; `answer` makes a text, or a letter to prefer, of a question's number."""
 
     answer: Callable[[int], str]
 
@@ -41,29 +35,15 @@ class Oracle(Answerer):
     def loglikelihood(self, requests: Any) -> list[tuple[float, bool]]:
         return [(float(request.args[1] == self.answer(number // 4)), True) for number, request in enumerate(requests)]
 
+    def loglikelihood_rolling(self, requests: Any) -> list[float]:
+        raise NotImplementedError
 
-def ask(
-    name: str, data: Path, place: Path, answer: Callable[[int], str], monkeypatch: pytest.MonkeyPatch, limit: int = 0
-) -> tuple[dict[str, Any], list[bool]]:
-    """What run_task says when a model answers so, and its verdict on every question."""
+
+def ask(name: str, data: Path, answer: Callable[[int], str], examples: list[Example]) -> Asked:
+    """What lm_eval says when a model answers so."""
     from lm_eval.api.model import LM
 
-    verdicts: list[bool] = []
-    samples_of = harness._samples
-
-    def kept(*arguments: Any) -> Any:
-        samples = samples_of(*arguments)
-        verdicts.extend(sample["correct"] for sample in samples)
-        return samples
-
-    oracle = type("Asked", (Oracle, LM), {"answer": staticmethod(answer)})
-    monkeypatch.setattr(harness, "make_lm", lambda *arguments: oracle(*arguments))
-    monkeypatch.setattr(harness, "_samples", kept)
-    monkeypatch.setattr(harness, "about_model", lambda loaded: {"model": "none", "dtype": "none"})
-    examples = TASKS[name].load(data)[: limit or None]
-    loaded = SimpleNamespace(method=MethodConfig(name="self-refine"))
-    found = run_task(loaded, name, examples, place, data=data, settings=SHORT)  # type: ignore[arg-type]
-    return found, verdicts
+    return ask_lm(type("Told", (Oracle, LM), {"answer": staticmethod(answer)})(), name, data, examples)
 
 
 def test_every_task_of_ours_is_one_of_the_harness() -> None:
@@ -71,36 +51,27 @@ def test_every_task_of_ours_is_one_of_the_harness() -> None:
 
 
 @pytest.mark.parametrize("name", HARNESS_TASKS)
-def test_prompts_are_ours_byte_for_byte_and_references_are_right(
-    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task, examples = TASKS[name], TASKS[name].load(data)
-    wrong = " Z" if task.CHOICES else " Nobody knows."
+def test_prompts_are_ours_byte_for_byte_and_references_are_right(name: str, data: Path) -> None:
+    task, examples = TASKS[name], TASKS[name].examples(data)
+    wrong = " Z" if task.choices else " Nobody knows."
 
     def answer(number: int) -> str:
         """Right where the number is odd; a wrong letter is another one than A, which would win a draw."""
-        if number % 2 or (task.CHOICES and examples[number].gold == "A"):
+        if number % 2 or (task.choices and examples[number].gold == "A"):
             return task.reference(examples[number])
         return wrong
 
-    right = [bool(number % 2) or (bool(task.CHOICES) and e.gold == "A") for number, e in enumerate(examples)]
-    found, verdicts = ask(name, data, tmp_path / name, answer, monkeypatch)
-    assert found["prompts_equal"] == found["n"] == len(examples) > 1
-    assert verdicts == right and 0 < sum(right) < len(right)
-    assert found["accuracy"] == pytest.approx(sum(right) / len(right)), "every question counts once"
-    assert json.loads((tmp_path / name / "harness.json").read_text()) == found
+    right = [bool(number % 2) or (bool(task.choices) and e.gold == "A") for number, e in enumerate(examples)]
+    found = ask(name, data, answer, examples)
+    assert found.prompts == [example.prompt for example in examples] and len(examples) > 1
+    assert found.verdicts == right and 0 < sum(right) < len(right)
+    assert found.accuracy == pytest.approx(sum(right) / len(right)), "every question counts once"
 
 
-def test_a_limit_cuts_through_the_subjects(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_cuts_through_the_subjects(data: Path) -> None:
     for limit in (2, 4):
-        found, _ = ask("mmlu", data, tmp_path, lambda number: " A", monkeypatch, limit)
-        assert found["prompts_equal"] == found["n"] == limit
-
-
-def test_prompts_that_differ_are_counted(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = gsm8k.load
-    monkeypatch.setattr(gsm8k, "load", lambda folder: [e._replace(prompt=e.prompt + " ") for e in original(folder)])
-    assert ask("gsm8k", data, tmp_path, str, monkeypatch)[0]["prompts_equal"] == 0
+        examples = TASKS["mmlu"].examples(data, limit)
+        assert ask("mmlu", data, lambda number: " A", examples).prompts == [one.prompt for one in examples]
 
 
 NUMBERS = [  # with the gold 1,000 + n in place of @
@@ -124,21 +95,19 @@ NUMBERS = [  # with the gold 1,000 + n in place of @
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "sums"])
-def test_numbers_are_found_and_compared_as_ours(
-    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task, examples = TASKS[name], TASKS[name].load(data)
+def test_numbers_are_found_and_compared_as_ours(name: str, data: Path) -> None:
+    task, examples = TASKS[name], TASKS[name].examples(data)
     texts = [text.replace("@", example.gold) for text, example in zip(NUMBERS, examples, strict=False)]
-    found, verdicts = ask(name, data, tmp_path, lambda number: texts[number], monkeypatch)
+    found = ask(name, data, lambda number: texts[number], examples)
     ours = task.grade_all(examples, texts)
-    assert verdicts == [one.correct for one in ours] and 2 < sum(verdicts) < len(verdicts) - 2
+    assert found.verdicts == [one.correct for one in ours] and 2 < sum(found.verdicts) < len(texts) - 2
     if name == "gsm8k":
         flexible = sum(one.also["flexible"] for one in ours) / len(ours)
-        assert found["metrics"]["exact_match,flexible-extract"] == pytest.approx(flexible) != found["accuracy"]
+        assert found.metrics["exact_match,flexible-extract"] == pytest.approx(flexible) != found.accuracy
 
 
-def test_mathematics_is_found_and_compared_as_ours(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = TASKS["math500"].load(data)
+def test_mathematics_is_found_and_compared_as_ours(data: Path) -> None:
+    examples = TASKS["math500"].examples(data)
     texts = [
         " The final answer is $0.5$. I hope not. The final answer is $3$.",
         " $\\boxed{32348}$",
@@ -147,7 +116,8 @@ def test_mathematics_is_found_and_compared_as_ours(data: Path, tmp_path: Path, m
         " Final Answer: the final answer is: $[2,5]$\n",
         " So we have 7",  # math-verify alone takes the last number
     ]
-    found, verdicts = ask("math500", data, tmp_path, lambda number: texts[number], monkeypatch)
-    assert verdicts == [one.correct for one in TASKS["math500"].grade_all(examples, texts)]
-    assert verdicts == [True, True, False, True, True, False]
-    assert found["metrics"]["math_verify,whole-text"] > found["accuracy"]
+    found = ask("math500", data, lambda number: texts[number], examples)
+    assert found.verdicts == [one.correct for one in TASKS["math500"].grade_all(examples, texts)]
+    assert found.verdicts == [True, True, False, True, True, False]
+    whole = found.metrics["math_verify,whole-text"]
+    assert whole is not None and whole > found.accuracy

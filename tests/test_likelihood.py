@@ -11,7 +11,8 @@ import torch
 from freda.methods.config import MethodConfig
 from torch import Tensor
 
-from freda.decode.generate import Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Request
 from freda.errors import FredaError
 from freda.eval import likelihood
 from freda.eval.likelihood import Scored, choice_log_probs, log_likelihood

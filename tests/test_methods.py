@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from freda.data.loader import Batch
-from freda.decode.generate import Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Request
 from freda.methods.autoregressive import Autoregressive, next_token_logits
 from freda.methods.block_diffusion import BlockDiffusion
 from freda.methods.draft import clean_half, draft_logits, label_loss, soft_embedding

@@ -622,11 +622,15 @@ def test_no_document_is_held_out_where_there_is_one_or_none_is_wanted(root: Path
     assert [manifest.splits[split].documents for split in ("train", "validation")] == [1, 0]
 
 
-def test_another_corpus_can_be_replaced(root: Path) -> None:
+def test_another_corpus_can_be_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(mixture(parts=5), root / "out", root=root)
     with pytest.raises(FredaError, match=r"prepare.parts 5 \(now 3\).*--replace"):
         prepare(mixture(), root / "out", root=root)
-    prepare(mixture(), root / "out", root=root, replace_other=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("freda.data.prepare._provide_tokenizer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(mixture(), root / "out", root=root, replace_other=True)
+    prepare(mixture(), root / "out", root=root)  # what was interrupted is resumed, without being asked again
     prepare(mixture(), root / "fresh", root=root)
     assert contents(root / "out") == contents(root / "fresh")
 

@@ -45,9 +45,9 @@ MANY_PARAMETERS = {
     "cli.py:chat": 12,
     "cli.py:evaluate_": 18,
     "cli.py:generate": 21,
+    "cli.py:prepare": 7,
     "cli.py:sweep": 8,
     "cli.py:train": 8,
-    "data/synthetic.py:stream": 7,
     "decode/complete.py:complete": 9,
     "decode/generate.py:generate": 9,
     "decode/kernels/pages.py:attend": 7,
@@ -64,10 +64,6 @@ MANY_PARAMETERS = {
     "model/weights.py:write_files": 7,
 }
 DEEP = {
-    "data/decontaminate.py:hits": 4,
-    "data/documents.py:_table": 4,
-    "data/loader.py:_work": 4,
-    "data/shards.py:verify": 4,
     "eval/evaluate.py:evaluate": 4,
     "eval/inside.py:_descendants": 4,
     "eval/inside.py:_end_others": 4,

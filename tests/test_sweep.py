@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from freda.eval.run import solution_batch, teacher_forced
-from freda.eval.stability import stability
-from freda.methods.config import MethodConfig
 
 from freda.cli import run
 from freda.data.config import CorpusConfig
@@ -23,12 +20,14 @@ from freda.errors import FredaError
 from freda.eval import config as configs
 from freda.eval import sweep as sweeps
 from freda.eval.config import SweepConfig, SweepFile, SystemConfig
-from freda.eval.sweep import NEVER, Setting, passes_settings, read_sweep, run_sweep, settings_of
+from freda.eval.report.points import NEVER, WITHOUT_AXES, Decoding, Setting, read_sweep
+from freda.eval.report.points import settings_of as settings_of_parts
+from freda.eval.sweep import run_sweep
 from freda.eval.task import Example, checksum
-from freda.eval.tasks import load_examples, mmlu, sums
-from freda.folders.model_folder import LoadedModel, save_model
-from freda.methods import METHODS
+from freda.eval.tasks import TASKS
+from freda.eval.teacher_forcing import solution_batch, stability, teacher_forced
 from freda.model.scorer import Scorer
+from freda.folders.model_folder import LoadedModel, save_model
 from tests.conftest import answering_model
 
 SYSTEM = SystemConfig(models=("x",))
@@ -36,11 +35,19 @@ OWN = Setting(4, 0.9, 4, 0.1)
 SMALL = SweepConfig(tasks=("sums",), passes=(1, 2, 5), thresholds=(0.5, 0.9), taus=(0.0, 0.1), widths=(2, 4))
 
 
+def decoding(method: str) -> Decoding:
+    return Decoding(**WITHOUT_AXES[method], block_size=4)  # type: ignore[arg-type]
+
+
+def settings_of(sweep: SweepConfig, method: str, *parts: str) -> list[Setting]:
+    return settings_of_parts(parts or ("main", *sweep.parts), sweep, SYSTEM, decoding(method))
+
+
 # -- which points ----------------------------------------------------------------------------------------------------
 
 
 def test_a_refining_system_gets_passes_times_thresholds_once_each() -> None:
-    found = settings_of(SMALL, SYSTEM, METHODS["self-refine"], 4)
+    found = settings_of(SMALL, "self-refine")
     assert found[0] == Setting(4, 0.9, 4, 0.1), "the main table's"
     assert len(found) == len(set(found))
     assert {(s.passes, s.threshold) for s in found} == {
@@ -52,7 +59,7 @@ def test_a_refining_system_gets_passes_times_thresholds_once_each() -> None:
 
 
 def test_a_scoring_system_gets_the_ablations_too() -> None:
-    found = settings_of(SMALL, SYSTEM, METHODS["best-of-n"], 4)
+    found = settings_of(SMALL, "best-of-n")
     own = Setting(4, 0.9, 4, 0.1)
     for wanted in (
         own._replace(tau=0.0),
@@ -65,17 +72,17 @@ def test_a_scoring_system_gets_the_ablations_too() -> None:
 
 
 def test_baselines_keep_their_own_schedules() -> None:
-    found = settings_of(SMALL, SYSTEM, METHODS["block-diffusion"], 4)
+    found = settings_of(SMALL, "block-diffusion")
     assert {(s.passes, s.threshold) for s in found} == {
         *((4, 0.9), (1, 0.9), (2, NEVER), (3, NEVER), (4, NEVER), (4, 0.5)),
     }
-    assert settings_of(SMALL, SYSTEM, METHODS["autoregressive"], 4) == [Setting(1, 0.9, 4, 0.1)]
+    assert settings_of(SMALL, "autoregressive") == [Setting(1, 0.9, 4, 0.1)]
     only_main = dataclasses.replace(SMALL, parts=("main",))
-    assert settings_of(only_main, SYSTEM, METHODS["self-refine"], 4) == [Setting(4, 0.9, 4, 0.1)]
+    assert settings_of(only_main, "self-refine") == [Setting(4, 0.9, 4, 0.1)]
 
 
 def test_early_stop_is_on_up_to_three_passes_and_off_from_four_on() -> None:
-    found = passes_settings(SweepConfig(), SYSTEM, METHODS["self-refine"], 4)
+    found = settings_of(SweepConfig(), "self-refine", "passes")
     assert [(s.passes, s.threshold == NEVER) for s in found] == [(k, k >= 4) for k in range(1, 7)]
 
 
@@ -84,23 +91,24 @@ def test_each_system_reads_its_own_files_and_choices_are_asked_once(
 ) -> None:
     read: list[Path] = []
     example = Example("x", "p", "g", {})
-    monkeypatch.setattr("freda.eval.sweep.load_examples", lambda task, data, *_, **__: read.append(data) or [example])
+    sums = dataclasses.replace(TASKS["sums"], load=lambda data, rows: read.append(data) or [example])
     mine, other = SystemConfig(models=("x",), data="mine"), SystemConfig(models=("y",))
     file = SweepFile(sweep=SMALL, system={"a": mine, "b": other, "c": other})
-    assert len(sweeps._questions(file, [sums], Path("all"), unpublished=False)) == 3  # type: ignore[list-item]
+    assert len(sweeps._questions(file, [sums], Path("all"), unpublished=False)) == 3
     assert read == [Path("mine"), Path("all")]
     asked: list[str] = []
 
     def answer(loaded: object, task: Any, *_: object, **__: object) -> dict[str, float]:
-        asked.append(task.NAME)
-        return dict.fromkeys(("n", "accuracy", "standard_error", "nfe", "tpf", "seconds"), 1.0)
+        asked.append(task.name)
+        return dict.fromkeys(("n", "accuracy", "standard_error", "nfe", "tpf", "seconds", "errors"), 1.0)
 
     monkeypatch.setattr("freda.eval.sweep.evaluate", answer)
     monkeypatch.setattr("freda.eval.sweep.read_samples", lambda folder: ({}, {"x": {"correct": True}}))
-    loaded = SimpleNamespace(method=MethodConfig(name="self-refine"))
-    subject = sweeps.Subject("a", 0, mine, loaded, [(mmlu, [example]), (sums, [example])], tmp_path)  # type: ignore[arg-type, list-item]
+    both: Any = [(TASKS["mmlu"], [example]), (sums, [example])]
+    nobody: Any = None
+    subject = sweeps.Subject("a", 0, mine, nobody, decoding("self-refine"), both, tmp_path)
     points = list(sweeps._measure(subject, SMALL, lambda message: None))
-    assert asked == ["mmlu", *["sums"] * len(settings_of(SMALL, mine, METHODS["self-refine"], 4))]
+    assert asked == ["mmlu", *["sums"] * len(settings_of(SMALL, "self-refine"))]
     assert points[0].setting == points[1].setting == OWN
 
 
@@ -187,8 +195,13 @@ def test_a_sweep_from_the_command_line(
             (out / "points" / found.system / "0" / "sums" / found.setting.folder / "results.json").read_text()
         )
         assert (kept["accuracy"], kept["tpf"]) == (found.accuracy, found.tpf) and len(found.right) == 6
+    stored = json.loads((out / "sweep.json").read_text())["systems"]
+    assert {name: (about["axes"], about["refines"]) for name, about in stored.items()} == {
+        name: (list(facts["axes"]), facts["refines"])  # type: ignore[call-overload]
+        for name, facts in WITHOUT_AXES.items()
+    }
     stable = json.loads((out / "points" / "self-refine" / "0" / "sums" / "stability.json").read_text())
-    assert stable["checksum"] == checksum(load_examples(sums, folder, 3)) and stable["passes"] == 2
+    assert stable["checksum"] == checksum(TASKS["sums"].examples(folder, 3)) and stable["passes"] == 2
     # The same command measures nothing again; --draw needs nothing but the file.
     before = {path: path.stat().st_mtime_ns for path in (out / "points").rglob("stability.json")}
     damaged, old = sorted(before)  # both are measured again
@@ -198,7 +211,7 @@ def test_a_sweep_from_the_command_line(
     assert run(command) == 0 and json.loads((out / "sweep.json").read_text())["stability"] == whole
     before = {path: path.stat().st_mtime_ns for path in before}
     svg = (out / "pareto.svg").read_bytes()
-    monkeypatch.setattr("freda.eval.evaluate.Engine", None)
+    monkeypatch.setattr("freda.eval.evaluate._generate", None)
     assert run(command) == 0 and before == {path: path.stat().st_mtime_ns for path in before}
     assert run(["sweep", "--draw", str(out / "sweep.json"), "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "pareto.svg").read_bytes() == svg
@@ -209,6 +222,18 @@ def test_a_sweep_from_the_command_line(
     assert "no figures without matplotlib" in capsys.readouterr().err
     assert {path.suffix for path in (tmp_path / "bare").iterdir()} == {".csv", ".md"}
     assert (tmp_path / "bare" / "width.md").read_text() == (out / "width.md").read_text()
+
+
+def test_drawing_loads_no_torch(tmp_path: Path) -> None:
+    """Tables, figures and comparisons, from files alone."""
+    source = Path(__file__).parent.parent / "results" / "demo-sweep.json"
+    code = (
+        "import sys; from freda.cli import run; "
+        f"assert run(['sweep', '--draw', {str(source)!r}, '--out', {str(tmp_path)!r}]) == 0; "
+        "import freda.eval.report.compare; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+    assert (tmp_path / "main.md").is_file() and (tmp_path / "pareto.svg").is_file()
 
 
 @pytest.mark.parametrize(
@@ -233,14 +258,13 @@ def test_what_a_sweep_needs(
 
 def test_a_sweep_of_missing_or_mixed_models_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "sweep.toml"
-    place = {"device": torch.device("cpu"), "dtype": torch.float32}
     path.write_text(CONFIG + '[system.a]\nmodels = ["nowhere"]')
     with pytest.raises(FredaError, match="nowhere"):
-        run_sweep(configs.load_sweep(path), folder, tmp_path / "out", **place)  # type: ignore[arg-type]
+        run_sweep(configs.load_sweep(path), folder, tmp_path / "out")
     path.write_text(CONFIG + f'[system.a]\nmodels = ["{folder / "self-refine"}", "{folder / "block-diffusion"}"]')
     wanted = configs.load_sweep(path, ["sweep.parts=['main']"])
     with pytest.raises(FredaError, match="models of two kinds, method self-refine and block-diffusion"):
-        run_sweep(wanted, folder, tmp_path / "out", **place)  # type: ignore[arg-type]
+        run_sweep(wanted, folder, tmp_path / "out")
     (tmp_path / "sweep.json").write_text('{"format": 99}')
     with pytest.raises(FredaError, match="has format 99; this version reads 1"):
         read_sweep(tmp_path)
@@ -256,8 +280,8 @@ def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.M
     from freda.folders.model_folder import load_model
 
     loaded: LoadedModel = load_model(folder / "self-refine")
-    examples = sums.load(folder)[:5]
-    texts = [(example.prompt, example.prompt + sums.reference(example)) for example in examples]
+    examples = TASKS["sums"].load(folder, 5)
+    texts = [(example.prompt, example.prompt + TASKS["sums"].reference(example)) for example in examples]
     rows = stability(loaded, texts, 3)
     batch, given = solution_batch(loaded, texts)
     counted = ~given & (batch.document >= 0) & ~batch.fill
@@ -274,5 +298,5 @@ def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.M
     clean = next(iter(teacher_forced(loaded, batch, given, 3, clean_draft=True)))
     assert rows[0]["kept"] == pytest.approx(float(((clean == batch.tokens) & counted).sum() / counted.sum()))
     assert rows[0]["kept"] != rows[0]["right"], "a clean draft is not a blank one"
-    monkeypatch.setattr("freda.eval.stability.MOST_LOGITS", 1)
+    monkeypatch.setattr("freda.eval.teacher_forcing.MOST_LOGITS", 1)
     assert [{k: pytest.approx(v) for k, v in row.items()} for row in rows] == stability(loaded, texts, 3), "row by row"

@@ -18,14 +18,20 @@ from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
-from freda.decode.config import DecodeConfig
+from freda.decode.api import Model
+from freda.decode.config import DecodeConfig, EngineConfig
+from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError
+from freda.eval import code
 from freda.eval.evaluate import evaluate
 from freda.eval.sandbox import Verdict
 from freda.eval.selfcheck import self_check
-from freda.eval.task import Example, checksum, json_rows
-from freda.eval.tasks import TASKS, gpqa, gsm8k, humaneval, humaneval_plus, load_examples, math500, mbpp, mmlu, sums
+from freda.eval.task import Example, Graded, checksum, json_rows, one_by_one
+from freda.eval.tasks import TASKS, gsm8k, math500
+from freda.eval.tasks.gpqa import COLUMNS
+from freda.eval.tasks.letters import CHOICES
 from freda.folders.model_folder import LoadedModel, save_model
+from tests.benchmarks import resize
 from tests.conftest import answering_model
 
 QUESTIONS = [
@@ -86,25 +92,18 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "gpqa").mkdir()
     with open(tmp_path / "gpqa" / "gpqa_diamond.csv", "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["Id", *gpqa.COLUMNS])
+        table.writerow(["Id", *COLUMNS])
         table.writerows([[n, f"Question {n}?", f"right {n}", "wrong a", "wrong b", "wrong c"] for n in range(25)])
     corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
     mini = {"generator": GENERATORS["mini_math"].version, **dataclasses.asdict(MiniConfig())}
     Manifest({"corpus": corpus, "mini": mini}, 8, 0, 0, "", {}).write(tmp_path)
-    for task, count in ((math500, 3), (humaneval, 1), (humaneval_plus, 1), (mbpp, 5), (gpqa, 25), (sums, 12)):
-        monkeypatch.setattr(task, "ROWS", count)
-    for name in ("mini_math", "mini_code", "mini_logic"):
-        monkeypatch.setattr(TASKS[name], "ROWS", 12)
-    for task in TASKS.values():
-        monkeypatch.setattr(task, "CHECKSUM", "")  # these are not the published questions
-    monkeypatch.setattr(gsm8k, "ROWS", 2)
-    monkeypatch.setattr(mmlu, "ROWS", 4)
-    monkeypatch.setattr(mmlu, "SUBJECTS", 2)
+    resize(monkeypatch, math500=3, humaneval=1, humaneval_plus=1, mbpp=5, gpqa_diamond=25, sums=12, gsm8k=2, mmlu=4)
+    resize(monkeypatch, mini_math=12, mini_code=12, mini_logic=12)
     return tmp_path
 
 
 def test_gsm8k_prompts_and_references(data: Path) -> None:
-    examples = gsm8k.load(data)
+    examples = TASKS["gsm8k"].examples(data)
     assert [example.gold for example in examples] == ["7", "1200"]
     assert examples[0].prompt.count("Q: ") == 5 and examples[0].prompt.endswith(
         "Q: Ben has 3 boats and buys 4. How many?\nA:"
@@ -113,7 +112,7 @@ def test_gsm8k_prompts_and_references(data: Path) -> None:
     for example in examples:
         text = gsm8k.reference(example)
         assert "<<" not in text
-        assert gsm8k.grade(example, text).correct and gsm8k.grade_flexible(example, text).correct
+        assert gsm8k.grade(example, text).correct and gsm8k.grade(example, text).also == {"flexible": True}
         assert not gsm8k.grade(example, " The answer is 12345.").correct
 
 
@@ -136,7 +135,7 @@ def test_gsm8k_prompts_and_references(data: Path) -> None:
 )
 def test_gsm8k_answers(text: str, strict: bool, flexible: bool) -> None:
     example = Example("x", "", "7", {})
-    assert (gsm8k.grade(example, text).correct, gsm8k.grade_flexible(example, text).correct) == (strict, flexible)
+    assert (gsm8k.grade(example, text).correct, gsm8k.grade(example, text).also["flexible"]) == (strict, flexible)
     assert strict or gsm8k.grade(example, text).reason != "right"
 
 
@@ -147,7 +146,7 @@ def test_numbers_are_compared_exactly() -> None:
 
 
 def test_mmlu_prompts_and_letters(data: Path) -> None:
-    examples = mmlu.load(data)
+    examples = TASKS["mmlu"].examples(data)
     assert [example.id for example in examples] == [
         "mmlu/boats/0",
         "mmlu/boats/1",
@@ -160,13 +159,14 @@ def test_mmlu_prompts_and_letters(data: Path) -> None:
         "old_ships 0, which?\nA. one\nB. two\nlines\nC. three\nD. four\nAnswer:"
     )
     assert "Answer: A\n\n" in prompt and "old_ships 5" not in prompt
-    assert all(mmlu.grade(example, mmlu.reference(example)).correct for example in examples)
-    assert not mmlu.grade(examples[0], " D").correct
-    assert {mmlu.reference(example) for example in examples} <= set(mmlu.CHOICES)
+    task = TASKS["mmlu"]
+    references = [task.reference(example) for example in examples]
+    assert all(one.correct for one in task.grade_all(examples, references))
+    assert not task.grade_all(examples[:1], [" D"])[0].correct and set(references) <= set(task.choices) == set(CHOICES)
 
 
 def test_math_answers(data: Path) -> None:
-    half, price, interval = math500.load(data)
+    half, price, interval = TASKS["math500"].examples(data)
     assert half.prompt.count("Problem:") == 5 and half.prompt.endswith("Problem:\nHalf of one?\n\nSolution:")
     for example, text, right in (
         (half, "The final answer is $0.5$. I hope it is correct.", True),
@@ -187,7 +187,7 @@ def test_math_answers(data: Path) -> None:
 def test_a_grader_that_hangs_is_given_up(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math500, "SECONDS", 4)
     monkeypatch.setattr(math500, "same", hang_on_seven)
-    example = math500.load(data)[0]
+    example = TASKS["math500"].examples(data)[0]
     answers = ["The final answer is $5$.", "The final answer is $7$.", "The final answer is $5$."]
     graded = math500.grade_all([example] * 3, answers)
     assert [one.correct for one in graded] == [True, False, True]
@@ -219,29 +219,30 @@ def test_the_harness_checks_itself(data: Path, name: str) -> None:
 
 
 def test_gpqa_options_are_shuffled_once_and_for_all(data: Path) -> None:
-    examples = gpqa.load(data)
+    examples = TASKS["gpqa_diamond"].examples(data)
     assert len(examples) == 20 and examples[0].id == "gpqa_diamond/5", "five are exemplars"
     assert examples[0].prompt.count("Answer:") == 6 and "Question 4?" in examples[0].prompt
     assert len({example.gold for example in examples}) == 4, "the right answer is not always first"
     for example in examples:
         last = example.prompt.rpartition("Question ")[2]
         assert f"{example.gold}. right {example.row['Id']}" in last
-    assert [e.prompt for e in gpqa.load(data)] == [e.prompt for e in examples]
+    assert [e.prompt for e in TASKS["gpqa_diamond"].examples(data)] == [e.prompt for e in examples]
     (data / "gpqa" / "gpqa_diamond.csv").write_text("x\n" + "1\n" * 25)
     with pytest.raises(FredaError, match="has no column 'Question'; it has x"):
-        gpqa.load(data)
+        TASKS["gpqa_diamond"].examples(data)
 
 
 def test_mbpp_asks_the_test_rows(data: Path) -> None:
-    examples = mbpp.load(data)
+    examples = TASKS["mbpp"].examples(data)
     assert [example.id for example in examples] == ["mbpp/11", "mbpp/12"]
     assert examples[0].prompt.count("[DONE]") == 3 and examples[0].prompt.endswith("assert add(1) == 12\n[BEGIN]\n")
     texts = ["def add(x):\n    return x + 11\n[DONE]\nnonsense(", "def add(x):\n    return x"]
-    assert [one.correct for one in mbpp.grade_all([examples[0]] * 2, texts)] == [True, False]
+    texts = [cut_at_stop(text, TASKS["mbpp"].stops) for text in texts]
+    assert [one.correct for one in TASKS["mbpp"].grade_all([examples[0]] * 2, texts)] == [True, False]
 
 
 def test_a_guess_must_be_right_as_often_as_guessing_is(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = self_check(gpqa, data)
+    found = self_check(TASKS["gpqa_diamond"], data)
     assert found.passed and not dataclasses.replace(found, guessed=0.25 + 4.1 * (0.25 * 0.75 / found.n) ** 0.5).passed
     assert not dataclasses.replace(found, n=10_000, references=10_000, guessed=0.23).passed
     assert not dataclasses.replace(found, references=found.n - 1).passed
@@ -249,58 +250,55 @@ def test_a_guess_must_be_right_as_often_as_guessing_is(data: Path, monkeypatch: 
 
 def test_a_wrong_grader_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gsm8k, "same_number", lambda one, other: False)
-    found = self_check(gsm8k, data)
+    found = self_check(TASKS["gsm8k"], data)
     assert not found.passed and found.references == 0 and found.failures[0].startswith("gsm8k/0: 7 is not 7")
-    monkeypatch.setattr(gsm8k, "grade", lambda example, text: gsm8k.Graded(True, "right", ""))
-    assert self_check(gsm8k, data).wrong == 2 and not self_check(gsm8k, data).passed
+    kind = one_by_one(lambda example, text: Graded(True, "right", ""))
+    found = self_check(dataclasses.replace(TASKS["gsm8k"], grade_all=kind), data)
+    assert found.wrong == 2 and not found.passed
 
 
 def test_code_is_cut_and_executed(data: Path) -> None:
-    for task in (humaneval, humaneval_plus):
-        example = task.load(data)[0]
-        texts = [
-            "    return x + x\n\nprint(1 / 0)",
-            "    return x * x",
-            "    while True: pass" if task is humaneval else "",
-        ]
-        assert [one.correct for one in task.grade_all([example] * 2, texts[:2])] == [True, False]
+    for name in ("humaneval", "humaneval_plus"):
+        task, example = TASKS[name], TASKS[name].examples(data)[0]
+        texts = [cut_at_stop(text, task.stops) for text in ("    return x + x\n\nprint(1 / 0)", "    return x * x")]
+        assert [one.correct for one in task.grade_all([example] * 2, texts)] == [True, False]
 
 
 def test_what_is_asked_has_a_checksum(data: Path) -> None:
-    first = checksum(gsm8k.load(data))
-    assert first == checksum(gsm8k.load(data)) != checksum(mmlu.load(data))
+    first = checksum(TASKS["gsm8k"].examples(data))
+    assert first == checksum(TASKS["gsm8k"].examples(data)) != checksum(TASKS["mmlu"].examples(data))
     changed = [QUESTIONS[0] | {"answer": "#### 8"}, QUESTIONS[1]]
     (data / "gsm8k" / "test.jsonl").write_text("\n".join(map(json.dumps, changed)))
-    assert checksum(gsm8k.load(data)) != first
+    assert checksum(TASKS["gsm8k"].examples(data)) != first
 
 
 def test_word_problems_are_those_that_the_shards_hold_out(data: Path) -> None:
-    examples = sums.load(data)
+    examples = TASKS["sums"].examples(data)
     expected = problems("test", 12, steps=2, max_number=60, seed=0)
     assert [(e.prompt, e.gold) for e in examples] == [(p.prompt, str(p.answer)) for p in expected]
     right, wrong = examples[0].gold, str(int(examples[0].gold) + 1)
     texts = [f" 1 + 1 = {wrong}. The answer is {right}.", f"The answer is {right}. The answer is {wrong}.", right]
-    graded = sums.grade_all([examples[0]] * 3, texts)
+    graded = TASKS["sums"].grade_all([examples[0]] * 3, texts)
     assert [one.correct for one in graded] == [True, False, False]
     assert graded[1].reason == f"{wrong} is not {right}" and graded[2].reason.startswith("no 'The answer is'")
     Manifest({"corpus": {"generator": 0}}, 8, 0, 0, "", {}).write(data)
     with pytest.raises(FredaError, match="was made by version 0 of the generator, this is 1"):
-        sums.load(data)
+        TASKS["sums"].examples(data)
     Manifest({"source.web": {}}, 8, 0, 0, "", {}).write(data)
-    with pytest.raises(FredaError, match="holds nothing made by the generator sums"):
-        sums.load(data)
+    with pytest.raises(FredaError, match="name shards that do with --data"):
+        TASKS["sums"].examples(data)
 
 
-def test_other_questions_than_the_published_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gsm8k, "CHECKSUM", checksum(gsm8k.load(data))[:16])
-    assert len(load_examples(gsm8k, data, 0)) == 2 and len(load_examples(gsm8k, data, 1)) == 1
-    assert self_check(gsm8k, data).published
+def test_other_questions_than_the_published_are_refused(data: Path) -> None:
+    task = dataclasses.replace(TASKS["gsm8k"], checksum=checksum(TASKS["gsm8k"].examples(data))[:16])
+    assert len(task.examples(data)) == 2 and len(task.examples(data, 1)) == 1
+    assert self_check(task, data).published
     changed = [QUESTIONS[0] | {"answer": "#### 8"}, QUESTIONS[1]]
     (data / "gsm8k" / "test.jsonl").write_text("\n".join(map(json.dumps, changed)))
-    with pytest.raises(FredaError, match=r"questions of gsm8k are not the published ones .* with --unpublished"):
-        load_examples(gsm8k, data, 1)
-    assert load_examples(gsm8k, data, 1, unpublished=True)[0].gold == "8"
-    assert self_check(gsm8k, data).published is False and self_check(mmlu, data).published is None
+    with pytest.raises(FredaError, match=r"questions of gsm8k are not the published ones .* --unpublished"):
+        task.examples(data, 1)
+    assert task.examples(data, 1, unpublished=True)[0].gold == "8"
+    assert self_check(task, data).published is False and self_check(TASKS["mmlu"], data).published is None
 
 
 def test_files_that_are_not_the_benchmark_are_refused(data: Path) -> None:
@@ -312,16 +310,16 @@ def test_files_that_are_not_the_benchmark_are_refused(data: Path) -> None:
     ):
         path.write_text(content)
         with pytest.raises(FredaError, match=message):
-            gsm8k.load(data)
+            TASKS["gsm8k"].examples(data)
     path.unlink()
-    with pytest.raises(FredaError, match=r"there is no .*test.jsonl; name the folder of the benchmarks with --data"):
-        gsm8k.load(data)
+    with pytest.raises(FredaError, match=r"there is no .*test.jsonl; .*--download.*--data"):
+        TASKS["gsm8k"].examples(data)
     (data / "mmlu" / "test" / "boats_test.csv").write_text("only,three,columns\n")
     with pytest.raises(FredaError, match="question 1 is not a question, four options and a letter"):
-        mmlu.load(data)
+        TASKS["mmlu"].examples(data)
     (data / "mmlu" / "test" / "boats_test.csv").unlink()
-    with pytest.raises(FredaError, match="has 1 subjects, MMLU 2"):
-        mmlu.load(data)
+    with pytest.raises(FredaError, match="has 2 rows, the benchmark 4"):
+        TASKS["mmlu"].examples(data)
     with gzip.open(data / "cut.jsonl.gz", "wb") as file:
         file.write(json.dumps(QUESTIONS[0]).encode() * 500)
     whole = (data / "cut.jsonl.gz").read_bytes()
@@ -336,7 +334,9 @@ def test_files_that_are_not_the_benchmark_are_refused(data: Path) -> None:
 @pytest.fixture
 def model(tmp_path: Path, data: Path) -> LoadedModel:
     """A tiny random model whose tokenizer knows the answer letters."""
-    texts = ["Answer: A", "Answer: B", "Answer: C", "Answer: D"] * 50 + [e.prompt for e in gsm8k.load(data)]
+    texts = ["Answer: A", "Answer: B", "Answer: C", "Answer: D"] * 50 + [
+        e.prompt for e in TASKS["gsm8k"].examples(data)
+    ]
     return answering_model(texts, 330, seed=3)
 
 
@@ -351,9 +351,10 @@ def answers(folder: Path) -> list[dict[str, object]]:
 @pytest.mark.parametrize("name", ["gsm8k", "mmlu"])
 def test_the_score_does_not_depend_on_the_batch_size(name: str, data: Path, model: LoadedModel, tmp_path: Path) -> None:
     task = TASKS[name]
-    examples = task.load(data)
+    examples = task.examples(data)
     one, many = (
-        evaluate(model, task, examples, tmp_path / str(size), settings=SHORT, batch_size=size) for size in (1, 3)
+        evaluate(Model(model, EngineConfig(max_batch=size)), task, examples, tmp_path / str(size), settings=SHORT)
+        for size in (1, 3)
     )
     timeless = [{key: value for key, value in found.items() if key != "seconds"} for found in (one, many)]
     assert timeless[0] == timeless[1]
@@ -370,30 +371,30 @@ def test_the_score_does_not_depend_on_the_batch_size(name: str, data: Path, mode
 
 
 def test_an_evaluation_goes_on_where_it_was(data: Path, model: LoadedModel, tmp_path: Path) -> None:
-    examples = mmlu.load(data)
-    whole = evaluate(model, mmlu, examples, tmp_path / "whole", settings=SHORT)
-    evaluate(model, mmlu, examples, tmp_path / "cut", settings=SHORT, batch_size=2)
+    examples = TASKS["mmlu"].examples(data)
+    task, engine = TASKS["mmlu"], Model(model, EngineConfig(max_batch=2))
+    whole = evaluate(engine, task, examples, tmp_path / "whole", settings=SHORT)
+    evaluate(engine, task, examples, tmp_path / "cut", settings=SHORT)
     path = tmp_path / "cut" / "samples.jsonl"
     lines = path.read_text().splitlines()
-    path.write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])  # killed while it wrote the third answer
-    asked: list[int] = []
+    older = json.dumps({**json.loads(lines[2]), "drafts": 0})  # a field that earlier versions wrote
+    path.write_text("\n".join([*lines[:2], older]) + "\n" + lines[3][:20])  # killed while it wrote the third answer
+    told: list[int] = []
     again = evaluate(
-        model, mmlu, examples, tmp_path / "cut", settings=SHORT, progress=lambda done, total, share: asked.append(done)
+        engine, task, examples, tmp_path / "cut", settings=SHORT, progress=lambda done, total, _: told.append(done)
     )
-    assert asked == [4] and len(answers(tmp_path / "cut")) == 4
+    assert told == [2, 3, 4] and len(answers(tmp_path / "cut")) == 4
     assert (again["correct"], again["checksum"]) == (whole["correct"], whole["checksum"])
     with pytest.raises(FredaError, match=r"holds another evaluation: n 4 \(now 3\); choose"):
-        evaluate(model, mmlu, examples[:3], tmp_path / "cut", settings=SHORT)
+        evaluate(engine, task, examples[:3], tmp_path / "cut", settings=SHORT)
 
 
-def test_stop_strings_end_an_answer(
-    data: Path, model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    examples = gsm8k.load(data)
-    free = evaluate(model, gsm8k, examples, tmp_path / "free", settings=SHORT)
+def test_stop_strings_end_an_answer(data: Path, model: LoadedModel, tmp_path: Path) -> None:
+    examples = TASKS["gsm8k"].examples(data)
+    free = evaluate(Model(model), TASKS["gsm8k"], examples, tmp_path / "free", settings=SHORT)
     first = str(answers(tmp_path / "free")[0]["output"])
-    monkeypatch.setattr(gsm8k, "STOPS", (first[2:4],))
-    evaluate(model, gsm8k, examples[:1], tmp_path / "cut", settings=SHORT)
+    task = dataclasses.replace(TASKS["gsm8k"], stops=(first[2:4],))
+    evaluate(Model(model), task, examples[:1], tmp_path / "cut", settings=SHORT)
     cut = answers(tmp_path / "cut")[0]
     assert cut["output"] == first[: first.find(first[2:4])] and cut["finish"] == "stop"
     assert int(cut["tokens"]) < 12 and free["finish"]["length"] >= 1  # type: ignore[call-overload]
@@ -402,7 +403,8 @@ def test_stop_strings_end_an_answer(
 def test_answers_that_are_no_token_cannot_be_chosen(data: Path, model: LoadedModel, tmp_path: Path) -> None:
     other = train_tokenizer(["nothing"], 270)
     with pytest.raises(FredaError, match="the answer ' A' is not one token for this model's tokenizer"):
-        evaluate(model._replace(tokenizer=other), mmlu, mmlu.load(data), tmp_path / "out", settings=SHORT)
+        task = TASKS["mmlu"]
+        evaluate(Model(model._replace(tokenizer=other)), task, task.examples(data), tmp_path / "out", settings=SHORT)
 
 
 def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -417,9 +419,9 @@ def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pyt
     (data / "gpqa" / "gpqa_diamond.csv").unlink()
     assert run(["eval", "--self-check", "--data", str(data)]) == 0
     shown = capsys.readouterr()
-    assert "math500          ok" in shown.out and "gpqa_diamond     not checked: cannot read" in shown.out
+    assert "math500          ok" in shown.out and "gpqa_diamond     not checked: there is no" in shown.out
     assert run(["eval", "--self-check", "--data", str(data), "--task", "gpqa_diamond"]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    assert "--download" in capsys.readouterr().err
     for arguments, message in (
         (["eval"], "name a model and a --task, or check the graders with --self-check"),
         (
@@ -441,13 +443,13 @@ def test_the_same_program_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ran.extend(jobs)
         return [Verdict("right" in job[0], "time out after 1 s" if "slow" in job[0] else "x", 0.0, "") for job in jobs]
 
-    monkeypatch.setattr(humaneval, "run_many", run_many)
-    monkeypatch.setattr(humaneval, "_KNOWN", {})
-    examples = [Example(str(n), "", "", {}) for n in range(4)]
+    monkeypatch.setattr(code, "run_many", run_many)
+    monkeypatch.setattr(code, "_KNOWN", {})
+    examples, executed = [Example(str(n), "", "", {}) for n in range(4)], code.executed(lambda row, text: (text, "t"))
     for _ in range(2):
-        made = humaneval.executed(lambda row, text: (text, "t"), examples, ["right", "slow", "right", "wrong"])
+        made = executed(examples, ["right", "slow", "right", "wrong"])
         assert [one.correct for one in made] == [True, False, True, False]
     assert [program for program, _ in ran] == ["right", "slow", "wrong", "slow"]
-    monkeypatch.setattr(humaneval, "MOST_KNOWN", 2)
-    humaneval.executed(lambda row, text: (text, "t"), examples[:1], ["new"])
-    assert list(humaneval._KNOWN) == [("new", "t")]
+    monkeypatch.setattr(code, "MOST_KNOWN", 2)
+    executed(examples[:1], ["new"])
+    assert list(code._KNOWN) == [("new", "t")]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch, Loader
-from freda.decode.generate import Output, Pass, Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Output, Pass, Request
 from freda.errors import FredaError, require
 from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import METHODS, method_named

@@ -18,8 +18,8 @@ from typing import Any
 
 from freda.data.shards import Manifest
 from freda.errors import FredaError, require
-from freda.folders.model_folder import load_model
 from freda.folders.hugging_face import written_beside
+from freda.folders.model_folder import load_model
 from freda.train import config as configs
 
 MOST_BYTES, MOST_LOSS = 25_000_000, 0.005

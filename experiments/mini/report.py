@@ -15,13 +15,10 @@ from pathlib import Path
 
 from freda.data.tokenizer import Tokenizer
 from freda.errors import require
-from freda.eval.report.write import draw_sweep
+from freda.eval.report.points import OVERALL, Setting, Sweep, read_sweep
 from freda.eval.report.tables import (
-    OVERALL,
     Cell,
-    Sweep,
     Table,
-    as_markdown,
     main_table,
     speed_up_table,
     tau_table,
@@ -29,9 +26,9 @@ from freda.eval.report.tables import (
     width_table,
     with_error,
 )
-from freda.eval.sweep import Setting, read_sweep
-from freda.eval.tasks import load_examples, tasks_named
+from freda.eval.report.write import as_markdown, draw_sweep
 from freda.eval.task import Example, checksum
+from freda.eval.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE, IMAGES = ROOT / "results" / "mini", ROOT / "docs" / "reproduction.md", ROOT / "docs" / "images" / "mini"
@@ -109,7 +106,7 @@ def _by_group(sweep: Sweep, groups: dict[str, Callable[[Example], str]]) -> Tabl
     """Percent right of the questions of each group, all seeds together; "" is left out."""
     rows: list[tuple[Cell, ...]] = []
     for task, group in groups.items():
-        examples = load_examples(*tasks_named([task]), SHIPPED / "data", sweep.config.limit)
+        examples = TASKS[task].examples(SHIPPED / "data", sweep.config.limit)
         named = [group(example) for example in examples]
         right: dict[str, list[str]] = {}  # by system, the answers of all seeds to each question
         for system in sweep.systems:
@@ -167,7 +164,7 @@ def stability_table(sweep: Sweep) -> Table:
     rows: list[tuple[Cell, ...]] = []
     runs: dict[tuple[str, str], list[list[dict[str, float]]]] = {}
     for found in sweep.stability:
-        if not sweep.methods[found["system"]].SCORES:
+        if not sweep.decoding[found["system"]].scores:
             runs.setdefault((found["system"], found["task"]), []).append(found["rows"])
     for (system, task), seeds in runs.items():
         for rounds in zip(*seeds, strict=True):

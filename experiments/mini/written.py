@@ -14,9 +14,9 @@ import json
 from pathlib import Path
 
 import freda
-from freda.eval.sweep import NEVER
-from freda.eval.tasks import load_examples, tasks_named
+from freda.eval.report.points import NEVER
 from freda.eval.task import Example
+from freda.eval.tasks import TASKS
 from freda.methods import METHODS
 from freda.folders.resolve import ASSETS
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("models", nargs="+", metavar="NAME=MODEL")
     chosen = parser.parse_args()
-    asked = load_examples(*tasks_named(["mini_logic"]), ASSETS / "mini" / "data", 0)
+    asked = TASKS["mini_logic"].examples(ASSETS / "mini" / "data")
     walks = [example for example in asked if example.group.startswith("walk")][:WALKS]
     pairs = (model.partition("=")[::2] for model in chosen.models)
     found = {name: written(path, walks) for name, path in pairs}

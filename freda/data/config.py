@@ -69,8 +69,8 @@ class MiniConfig:
             require(least <= value <= most, f"mini.{name} is {value}; use {least} to {most}")
         for name, most in (("math_steps", 8), ("code_steps", 8), ("logic_hops", 6)):
             least, last = getattr(self, f"{name}_from"), getattr(self, f"{name}_to")
-            told = f"mini.{name}_from is {least} and mini.{name}_to {last}"
-            require(1 <= least <= last <= most, f"{told}; use 1 to {most}, in this order")
+            seen = f"mini.{name}_from is {least} and mini.{name}_to {last}"
+            require(1 <= least <= last <= most, f"{seen}; use 1 to {most}, in this order")
 
 
 GeneratorConfig = CorpusConfig | MiniConfig

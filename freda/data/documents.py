@@ -15,7 +15,7 @@ import itertools
 import json
 import random
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from freda.data.generators import GENERATORS
 from freda.errors import FredaError, missing_package
 
 MOST_ID = np.iinfo(np.int32).max  # larger ids, which no tokenizer has, become this one and are refused
+PATIENCE = 10_000  # records looked at to find a few texts: with a wrong field there is none in a terabyte
 LONGEST_LINE = 1 << 28  # bytes; a file without line breaks must not fill the memory
 
 
@@ -88,6 +89,21 @@ def read(source: Source, *, part: int = 0, parts: int = 1, seed: int | None = No
     chosen = files[part::parts] if len(files) >= parts else files
     pending = itertools.chain.from_iterable(READERS[config.kind](file, config) for file in chosen)
     return (parse() for parse in (pending if len(files) >= parts else itertools.islice(pending, part, None, parts)))
+
+
+def first_texts(
+    sources: Sequence[Source], most: int, characters: int, *, seed: int | None = None, held_out: bool = True
+) -> Iterator[str]:
+    """Texts of all sources in turn until there are `most` of them, or `characters` in all; few if most are unusable."""
+    streams = [itertools.islice(read(source, seed=seed), PATIENCE) for source in sources]
+    records = itertools.chain.from_iterable(itertools.zip_longest(*streams))
+    documents = (record for record in records if isinstance(record, Document) and is_unicode(record.text))
+    texts = (one.text for one in documents if one.text.strip() and (held_out or one.split != "validation"))
+    for text in itertools.islice(texts, most):
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return
 
 
 # -- one file as records ---------------------------------------------------------------------------------------------
@@ -151,9 +167,8 @@ def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
         rows = csv.reader(text, **options)
         header = next(rows, None) if headed else None
         try:
-            for row in rows:
-                if row:
-                    yield functools.partial(parse, rows.line_num, header, row)
+            for row in filter(None, rows):
+                yield functools.partial(parse, rows.line_num, header, row)
         except csv.Error as error:
             raise FredaError(
                 f"{file}:{rows.line_num} is not a line of a table ({error}); fix it or exclude the file"

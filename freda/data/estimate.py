@@ -5,7 +5,6 @@ The beginning of every source is read, decontaminated and encoded; the numbers f
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,8 +40,7 @@ def estimate(file: PrepareFile, root: Path) -> tuple[list[Estimate], Tools]:
     if settings.tokenizer:
         tokenizer = named_tokenizer(settings, root)
     else:
-        texts = itertools.chain.from_iterable(map(sample, sources.values()))
-        tokenizer = train_tokenizer(texts, settings.vocab_size)
+        tokenizer = train_tokenizer(sample(sources), settings.vocab_size)
     tools = Tools(sources, sources_of(file, file.benchmark, root), file.decontaminate, tokenizer)
     wanted = budgets(settings.tokens, file.source)
     return [_estimate(name, source, settings, wanted[name], tools) for name, source in sources.items()], tools
@@ -87,7 +85,7 @@ def _unpacked_size(file: File) -> int:
 
 
 def plan_lines(file: PrepareFile, root: Path, workers: int) -> list[str]:
-    """The plan as text."""
+    """The lines that `freda prepare --plan` prints."""
     found, tools = estimate(file, root)
     lines = [
         f"{'source':<14} {'files':>6} {'on disk':>10} {'tokens there':>14} {'wanted':>14} {'epochs':>7} {'time':>9}"

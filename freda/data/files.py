@@ -91,7 +91,7 @@ def _hidden(name: str) -> bool:
 
 
 def _wanted(name: str, config: DocumentsConfig) -> bool:
-    """Does a file match the pattern of the config or, without one, a suffix of its kind?"""
+    """Whether a file matches the pattern of the config or, without one, a suffix of its kind."""
     if config.files:
         return fnmatch.fnmatch(name, config.files)
     for suffix in COMPRESSED:

@@ -43,19 +43,13 @@ class Batch(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with `function` applied to every tensor."""
-        tokens, document, position, fill, one_document = self
-        return Batch(function(tokens), function(document), function(position), function(fill), one_document)
+        return Batch._make([*map(function, self[:4]), self.one_document])
 
     @staticmethod
     def cat(batches: Sequence[Batch]) -> Batch:
         """One batch with the rows of several."""
-        return Batch(
-            tokens=torch.cat([batch.tokens for batch in batches]),
-            document=torch.cat([batch.document for batch in batches]),
-            position=torch.cat([batch.position for batch in batches]),
-            fill=torch.cat([batch.fill for batch in batches]),
-            one_document=all(batch.one_document for batch in batches),
-        )
+        columns = zip(*(batch[:4] for batch in batches), strict=True)
+        return Batch._make([*map(torch.cat, columns), all(batch.one_document for batch in batches)])
 
 
 class Loader:
@@ -92,13 +86,8 @@ class Loader:
             epoch, place = divmod(first_row + offset, self.rows)
             number = int(self._order(epoch)[place])
             self._read_row(number, tokens[offset], document[offset], position[offset], fill[offset])
-        return Batch(
-            tokens=torch.from_numpy(tokens),
-            document=torch.from_numpy(document),
-            position=torch.from_numpy(position),
-            fill=torch.from_numpy(fill),
-            one_document=bool((document <= 0).all()),
-        )
+        arrays, one_document = (tokens, document, position, fill), bool((document <= 0).all())
+        return Batch._make([*map(torch.from_numpy, arrays), one_document])
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse a model whose tokenizer is not the one that the shards were written with."""
@@ -213,13 +202,17 @@ class Prefetcher:
             self._changed.notify_all()
             return self._ready.popleft()
 
+    def _room(self) -> bool:
+        """Wait until another step may be built; False once the context is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ready) < self._ahead or not self._open)
+            return self._open
+
     def _work(self) -> None:
         try:
             for step in self._steps:
-                with self._changed:
-                    self._changed.wait_for(lambda: len(self._ready) < self._ahead or not self._open)
-                    if not self._open:
-                        return
+                if not self._room():
+                    return
                 batches = self._build(step)
                 with self._changed:
                     self._ready.append(batches)

@@ -40,7 +40,7 @@ KINDS: dict[MiniKind, Contents] = {"mini_math": mini_math, "mini_code": mini_cod
 
 
 def item(kind: MiniKind, config: MiniConfig, split: Split, number: int) -> Item:
-    """One item of a split."""
+    """Item `number` of a split."""
     rng = random.Random(f"{kind} {split} {config.seed} {number}")  # seeded by a string: the same in every process
     for _ in range(PATIENCE):
         content = KINDS[kind].draw(rng, config)
@@ -101,7 +101,7 @@ def prompt_of(message: str) -> tuple[str, tuple[str, ...]]:
     """Turn a typed message into the beginning of a training document, and name the strings that end its answer.
 
     A message is a word problem unless it has the form of a function, a deduction or a question with options. Documents
-    of deductions go on with further conclusions, so there the answer ends with its sentence.
+    of deductions continue with further conclusions, so there the answer ends with its sentence.
     """
     text = message.strip()
     stop = (".",) if text.startswith((mini_logic.WALK, mini_logic.FACTS)) else ()

@@ -20,6 +20,7 @@ COMPARED = 0.3  # share of problems that compare people
 Change = Literal["add", "take", "parcels", "times", "share"]
 CHANGES: tuple[Change, ...] = ("add", "add", "take", "take", "parcels", "times", "share")
 COMPARISONS: tuple[Change, ...] = ("add", "take", "times")
+SIGNS: dict[Change, str] = {"add": "+", "take": "-", "times": "*", "share": "/"}
 
 PEOPLE = (
     *FIRST_PEOPLE,
@@ -106,22 +107,16 @@ class Step(NamedTuple):
 
     def applied(self, total: int) -> int:
         """The total after this step."""
-        results = {
-            "add": total + self.number,
-            "take": total - self.number,
-            "parcels": total + self.number * self.size,
-            "times": total * self.number,
-            "share": total // self.number,
-        }
-        return results[self.change]
+        if self.change in ("add", "take", "parcels"):
+            return total + self.number * {"add": 1, "take": -1, "parcels": self.size}[self.change]
+        return total * self.number if self.change == "times" else total // self.number
 
     def worked(self, total: int) -> str:
         """The equations of this step."""
-        sign = {"add": "+", "take": "-", "parcels": "+", "times": "*", "share": "/"}[self.change]
         if self.change == "parcels":
             parcels = self.number * self.size
             return f"{self.number} * {self.size} = {parcels}. {total} + {parcels} = {self.applied(total)}."
-        return f"{total} {sign} {self.number} = {self.applied(total)}."
+        return f"{total} {SIGNS[self.change]} {self.number} = {self.applied(total)}."
 
 
 class Calculation(NamedTuple):
@@ -143,8 +138,7 @@ class Calculation(NamedTuple):
             if step.change == "parcels":
                 runs[-1].append("+{}x{}".format(*sorted((step.number, step.size))))
             else:
-                sign = {"add": "+", "take": "-", "times": "*", "share": "/"}[step.change]
-                runs[-1].append(f"{sign}{step.number}")
+                runs[-1].append(f"{SIGNS[step.change]}{step.number}")
         return " ".join("".join(sorted(run)) for run in runs) + (" together" if self.together else "")
 
 
@@ -228,12 +222,11 @@ def _with_beside(sentences: list[str], words: dict[str, str], rng: random.Random
 
 
 def _people(rng: random.Random, count: int) -> list[Person]:
-    found = list[Person]()
+    """Draw distinct people."""
+    found: dict[Person, None] = {}
     while len(found) < count:
-        person = pick(rng, PEOPLE)
-        if person not in found:
-            found.append(person)
-    return found
+        found[pick(rng, PEOPLE)] = None
+    return list(found)
 
 
 def _words(rng: random.Random, person: Person, other: Person) -> dict[str, str]:

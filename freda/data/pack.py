@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """How many rows the plan has."""
         return len(self.row_starts) - 1
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:

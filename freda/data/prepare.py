@@ -18,17 +18,17 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from freda.data.config import MADE, CorpusConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.decontaminate import Index
-from freda.data.documents import Document, Source, is_unicode, newest_commit, read, sources_of
+from freda.data.documents import first_texts, newest_commit, sources_of
 from freda.data.encode import Encoder
 from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo
-from freda.data.tasks import EXAMPLES, PATIENCE, WORK, Outcome, Task, Worker, description, stamps
+from freda.data.tasks import EXAMPLES, WORK, Outcome, Task, Worker, description, stamps
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.data.workers import Runner, progress, runner
 from freda.errors import FredaError
@@ -212,15 +212,16 @@ def _check_useful(source: str, outcomes: Collection[Outcome]) -> None:
 
 
 def _finished(file: PrepareFile, root: Path, out: Path, *, replace_other: bool) -> Manifest | None:
-    """The manifest of a folder that holds this very corpus, undamaged; None if it held another that is now removed."""
+    """The manifest of a folder that holds this very corpus, undamaged; None if it held another that may be replaced."""
     manifest = Manifest.read(out)
     changes = _changes(manifest, with_revisions(file, out, known=manifest.source), root)
     if changes and replace_other:
         with locked(out):
+            (out / WORK).mkdir(exist_ok=True)
+            for shard in (shard for info in manifest.splits.values() for shard in info.shards):
+                _, _, task = shard.name.partition("-")
+                (out / WORK / f"{task}.begun").touch()  # removed in the end, unless the new corpus has it too
             (out / MANIFEST).unlink()
-            _remove_shards(out, {shard.name for info in manifest.splits.values() for shard in info.shards})
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                (out / name).unlink(missing_ok=True)
         return None
     if changes:
         raise FredaError(
@@ -249,7 +250,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_leftovers(out: Path) -> None:
-    """Only the folder of an interrupted run may be written to again: it has the folder of its records."""
+    """Refuse a folder with files in it, unless an interrupted run has left its records there."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise FredaError(f"{existing} is a file; name a folder")
@@ -269,7 +270,8 @@ def _provide_tokenizer(file: PrepareFile, root: Path, out: Path) -> None:
     if mark.is_file() and mark.read_text(encoding="utf-8") == key:
         return
     mark.unlink(missing_ok=True)
-    train_tokenizer(_tokenizer_texts(sources, file.prepare.seed), file.prepare.vocab_size).save(out / WORK)
+    texts = first_texts(sources, *TOKENIZER_TEXT, seed=file.prepare.seed, held_out=False)
+    train_tokenizer(texts, file.prepare.vocab_size).save(out / WORK)
     write_whole(mark, key)
 
 
@@ -281,23 +283,6 @@ def named_tokenizer(settings: PrepareConfig, root: Path) -> Tokenizer:
             f"prepare.tokenizer: there is no folder {folder}; relative paths start from the folder given with --data"
         )
     return open_tokenizer(folder, settings.eos)
-
-
-def _tokenizer_texts(sources: Sequence[Source], seed: int) -> Iterator[str]:
-    """Documents of all sources in turn."""
-    streams = [itertools.islice(read(source, seed=seed), PATIENCE) for source in sources]
-    texts = (
-        record.text
-        for records in itertools.zip_longest(*streams)
-        for record in records
-        if isinstance(record, Document) and record.split != "validation" and is_unicode(record.text)
-    )
-    count, characters = TOKENIZER_TEXT
-    for text in itertools.islice(texts, count):
-        yield text
-        characters -= len(text)
-        if characters <= 0:
-            return
 
 
 def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
@@ -333,15 +318,11 @@ def _clean_up(out: Path, manifest: Manifest) -> None:
     """Remove what the run needed, and what was begun with other settings: by our own records, and nothing else."""
     kept = {shard.name for info in manifest.splits.values() for shard in info.shards}
     begun = {f"{split}-{mark.stem}" for mark in (out / WORK).glob("*.begun") for split in SPLITS}
-    _remove_shards(out, begun - kept)
-    shutil.rmtree(out / WORK)
-
-
-def _remove_shards(out: Path, names: Collection[str]) -> None:
-    for name, suffix in itertools.product(names, (".bin", ".idx")):
+    for name, suffix in itertools.product(begun - kept, (".bin", ".idx")):
         path = out / f"{name}{suffix}"
         path.unlink(missing_ok=True)
         beside(path).unlink(missing_ok=True)
+    shutil.rmtree(out / WORK)
 
 
 def _dropped(outcomes: Iterable[tuple[str, Outcome]]) -> dict[str, dict[str, int]]:

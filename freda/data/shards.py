@@ -20,7 +20,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -166,9 +165,7 @@ class ShardWriter:
         self._bin, self._idx = (beside(path).open("wb") for path in self._paths)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bin.close()
         self._idx.close()
         if kind is None:
@@ -235,14 +232,13 @@ class Documents:
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Read every shard and compare its hashes with the manifest's."""
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            for suffix, expected in ((".bin", shard.sha256), (".idx", shard.sha256_idx)):
-                path = folder / f"{shard.name}{suffix}"
-                with open(path, "rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-                if found != expected:
-                    raise FredaError(f"{path} has changed: its hash is {found[:8]}, not {expected[:8]}; {START_ANEW}")
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    hashes = {f"{shard.name}.bin": shard.sha256 for shard in shards}
+    for name, expected in (hashes | {f"{shard.name}.idx": shard.sha256_idx for shard in shards}).items():
+        with open(folder / name, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected:
+            raise FredaError(f"{folder / name} has changed: its hash is {found[:8]}, not {expected[:8]}; {START_ANEW}")
 
 
 def _memory_map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freda.data.config import DecontaminateConfig, PrepareConfig, PrepareFile
-from freda.data.decontaminate import Index
-from freda.data.documents import Broken, Document, Source, is_unicode, read, sources_of
+from freda.data.decontaminate import Hit, Index
+from freda.data.documents import Broken, Document, Source, first_texts, is_unicode, read, sources_of
 from freda.data.encode import Encoder, make_encoder
 from freda.data.generators import GENERATORS
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
@@ -33,7 +33,6 @@ from freda.files import write_whole
 
 WORK = ".freda-prepare"  # folder of records and the tokenizer until the manifest is written; nobody else has one
 EXAMPLES = 3  # kept of every reason for which documents are dropped, per task
-PATIENCE = 10_000  # records looked at to find a few texts: with a wrong field there is none in a terabyte
 JUDGED_FROM = 20  # records; fewer say nothing about the share of broken ones
 SAMPLE = (32, 200_000)  # documents and characters of each source on which the encoder is checked
 
@@ -57,7 +56,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a task did."""
+    """The record of a finished task: what it read, wrote and dropped."""
 
     key: str
     read: int  # records of the part that are used up, earlier waves included
@@ -149,7 +148,7 @@ class Tools:
         tokenizer: Tokenizer,
     ) -> None:
         self.tokenizer = tokenizer
-        self.encoder: Encoder = make_encoder(tokenizer, itertools.chain.from_iterable(map(sample, sources.values())))
+        self.encoder: Encoder = make_encoder(tokenizer, sample(sources))
         self.index = Index(benchmark_texts(benchmarks), limits) if benchmarks else None
 
 
@@ -162,16 +161,11 @@ def benchmark_texts(benchmarks: Mapping[str, Source]) -> Iterator[tuple[str, str
             yield name, record.text
 
 
-def sample(source: Source) -> list[str]:
-    """The first texts of a source."""
-    texts: list[str] = []
+def sample(sources: Mapping[str, Source]) -> list[str]:
+    """A few texts of every source."""
     most, characters = SAMPLE
-    for record in itertools.islice(read(source, seed=0), PATIENCE):
-        if isinstance(record, Document) and is_unicode(record.text) and BLANK_TEXT not in record.text:
-            texts.append(record.text[:characters])
-        if len(texts) == most or sum(map(len, texts)) >= characters:
-            break
-    return texts
+    texts = itertools.chain.from_iterable(first_texts([one], most, characters, seed=0) for one in sources.values())
+    return [text[:characters] for text in texts if BLANK_TEXT not in text]
 
 
 class Worker:
@@ -275,30 +269,25 @@ class Tally:
         return "validation" if draw < self._held else "train", ids
 
     def _ids(self, document: Document) -> NDArray[np.int32] | None:
+        """The ids of a document; None if it must not be written, which is counted."""
         text, ids = document.text, document.ids
         if ids is not None:
             ids = self._own_ids(document, ids)
             text = self._tools.tokenizer.decode(ids.tolist()) if self._tools.index is not None else "(ids)"
-        objection = self._objection(text)
-        if objection is None and ids is None:
-            try:
-                ids = self._tools.encoder.encode(text)
-            except FredaError as error:
-                objection = ("not Unicode", str(error))
-        if objection is not None:
-            self._drop(document.where, *objection)
-            return None
-        return ids
-
-    def _objection(self, text: str) -> tuple[str, str] | None:
-        """Why a text must not be written: the reason and details; None if it may be written."""
         if not text or text.isspace():
-            return "empty", ""
-        if len(text) > self._settings.longest:
-            return "too long", f"{len(text)} characters"
-        if BLANK_TEXT in text:
-            return f"spells {BLANK_TEXT}", ""
-        return self._contaminated(text)
+            objection = ("empty", "")
+        elif len(text) > self._settings.longest:
+            objection = ("too long", f"{len(text)} characters")
+        elif BLANK_TEXT in text:
+            objection = (f"spells {BLANK_TEXT}", "")
+        elif not is_unicode(text):
+            objection = ("not Unicode", "it has lone surrogates")
+        elif hits := self._hits_in(text):
+            objection = (f"contaminated by {hits[0].benchmark}", f"item {hits[0].item}: {hits[0].words}")
+        else:
+            return self._tools.encoder.encode(text) if ids is None else ids
+        self._drop(document.where, *objection)
+        return None
 
     def _own_ids(self, document: Document, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids that another program made, without the EOS that closes them: the writer adds its own."""
@@ -307,14 +296,15 @@ class Tally:
             raise FredaError(f"{document.where} holds id {ids.max()}, the tokenizer ends at {tokenizer.blank_id - 1}")
         return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
 
-    def _contaminated(self, text: str) -> tuple[str, str] | None:
+    def _hits_in(self, text: str) -> list[Hit]:
+        """The benchmark items that contaminate a text; they are counted."""
         hits = self._tools.index.hits(text) if self._tools.index is not None else []
         for name in dict.fromkeys(hit.benchmark for hit in hits):
             found = self._hits.setdefault(name, {"documents": 0, "items": set()})
             found["documents"] += 1
         for hit in hits:
             self._hits[hit.benchmark]["items"].add(hit.item)
-        return (f"contaminated by {hits[0].benchmark}", f"item {hits[0].item}: {hits[0].words}") if hits else None
+        return hits
 
     def _drop(self, where: str, reason: str, detail: str = "") -> None:
         self._dropped[reason] += 1

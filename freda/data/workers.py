@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
 
 from freda.data.config import PrepareFile
 from freda.data.shards import ID
@@ -147,29 +147,18 @@ def _torchrun(file: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker
         dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def progress(out: Path, total: int) -> Iterator[None]:
-    """A progress bar on stderr. It reads the sizes of the shards, so that no task has to report."""
-    tokens, speed = TextColumn("{task.completed:,.0f} tokens"), TextColumn("{task.fields[speed]}")
-    columns = (tokens, BarColumn(), speed, TimeRemainingColumn())
-    stop = threading.Event()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        line = bar.add_task("", total=total or None, speed="")
-        begun, before = time.perf_counter(), _tokens_on_disk(out)
+def progress(out: Path, total: int) -> contextlib.AbstractContextManager[object]:
+    """A line on stderr, if that is a terminal. It reads the sizes of the shards, so that no task has to report."""
+    begun, before = time.perf_counter(), _tokens_on_disk(out)
 
-        def watch() -> None:
-            while not stop.wait(0.5):
-                tokens = _tokens_on_disk(out)
-                rate = (tokens - before) / (time.perf_counter() - begun)
-                bar.update(line, completed=tokens, speed=f"{rate / 1e6:.2f} M/s")
+    def line() -> str:
+        tokens = _tokens_on_disk(out)
+        rate = (tokens - before) / max(time.perf_counter() - begun, 1e-9)
+        left = f" of {total:,} tokens, {max(0, total - tokens) / rate:,.0f} s left" if total and rate else " tokens"
+        return f"{tokens:,}{left}, {rate / 1e6:.2f} M/s"
 
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+    live = Live(get_renderable=line, console=Console(stderr=True), refresh_per_second=2, transient=True)
+    return live if sys.stderr.isatty() else contextlib.nullcontext()
 
 
 def _tokens_on_disk(out: Path) -> int:

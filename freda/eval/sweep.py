@@ -48,7 +48,7 @@ def run_sweep(
     out: Path,
     *,
     device: str = "auto",
-    dtype: str = "float32",
+    dtype: str = "auto",
     unpublished: bool = False,
     note: Note = lambda message: None,
 ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Scores: teacher-forced accuracy against generation, and the arithmetic of a score."""
+"""Teacher-forced accuracy against generation."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from freda.eval.run import exact_match, score, solution_batch, token_accuracy
-from freda.methods.config import MethodConfig
 
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
-from freda.decode.generate import Output, Request, generate
-from freda.folders.model_folder import LoadedModel
+from freda.decode.generate import Request, generate
+from freda.eval.teacher_forcing import solution_batch, token_accuracy
 from freda.methods import METHODS
+from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
+from freda.folders.model_folder import LoadedModel
 
 TEST = problems("test", 12, steps=1, max_number=30, seed=0)
 
@@ -62,17 +62,3 @@ def test_solution_batch_gives_the_prompt_and_fills_the_last_block(loaded: Loaded
         assert batch.tokens[row, : len(text)].tolist() == text
         assert int(given[row].sum()) == len(loaded.tokenizer.encode(problem.prompt))
         assert int(batch.fill[row].sum()) == int(real.sum()) - len(text) < 4
-
-
-def test_exact_match_does_not_depend_on_the_batch(loaded: LoadedModel) -> None:
-    settings = {"passes": 2, "max_new_tokens": 12}
-    one, ones = exact_match(loaded, TEST, settings, batch_size=1)
-    many, manys = exact_match(loaded, TEST, settings, batch_size=8)
-    assert [o.tokens for o in ones] == [o.tokens for o in manys] and one.nfe == many.nfe and one.n == 12
-
-
-def test_score_arithmetic() -> None:
-    outputs = [Output([1, 2, 3], 2, "stop", 0.1), Output([1], 2, "stop", 0.1)]
-    result = score([True, False], outputs, 1.0)
-    assert (result.accuracy, result.nfe, result.tpf) == (0.5, 2.0, 1.0)
-    assert result.standard_error == pytest.approx(0.3535533)
