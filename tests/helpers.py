@@ -8,9 +8,10 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from freda.data.config import CorpusConfig, MiniConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.data.shards import Manifest
-from freda.data.tokenizer import train_tokenizer
+from freda.data.tokenizer import Tokenizer, train_tokenizer
+from freda.decode.generate import generate
 from freda.decode.pages import PagedCache, Pages
+from freda.decode.request import Request
 from freda.decode.shapes import BlockTable, ForwardShape
 from freda.folders.model_folder import LoadedModel, save_model
-from freda.methods import METHODS
+from freda.methods import METHODS, method_named
 from freda.methods.draft import Prediction, predict, soft_embedding
 from freda.methods.method import Method
 from freda.model.attention import make_mask
@@ -165,6 +168,56 @@ class PlainBackend:
 
     def predict(self, tokens: Tensor, buffers: dict[str, Tensor]) -> Prediction:
         return predict(self.model.logits(buffers["hidden"][tokens]), runner_up=True)
+
+
+class Letters(Tokenizer):
+    """Token n is the n-th letter; EOS is the stop token. Only what the engine uses."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def stop_ids(self) -> list[int]:  # type: ignore[override]
+        return [EOS]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join("." if token == EOS else chr(ord("a") + token) for token in ids)
+
+
+def scored(name: str = "self-refine", *, last_layer: bool = False, block_size: int = 4) -> LoadedModel:
+    """A tiny model with a scorer and letters for tokens."""
+    return LoadedModel(
+        scored_model(scale=0.3, last_layer=last_layer), Letters(), method(name, block_size=block_size), "test"
+    )
+
+
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(EOS) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+
+
+def mixed_settings(number: int) -> dict[str, Any]:
+    """Another mixture of everything a request may say for every number."""
+    rng = random.Random(number)
+    return {
+        "max_new_tokens": rng.randrange(1, 24),
+        "passes": rng.randrange(1, 5),
+        "threshold": rng.choice([0.2, 0.5, 2.0]),
+        "temperature": rng.choice([0.0, 0.0, 1.0]),
+        "top_p": rng.choice([1.0, 0.7]),
+        "seed": number,
+        "width": rng.randrange(1, 5),
+        "tau": rng.choice([0.0, 0.5, 2.0]),
+        "candidates": rng.choice(["beam", "sampled"]),
+        "select": rng.choice(["argmax", "gumbel"]),
+    }
+
+
+def alone(loaded: LoadedModel, request: Request) -> tuple[list[int], int, str]:
+    """Tokens, forwards and end of a request by the reference loop."""
+    rule = method_named(request.method, loaded.method)
+    found = generate(loaded.parts, rule, [request], stop_ids=loaded.tokenizer.stop_ids)[0]
+    return found.tokens, found.nfe, found.finish
 
 
 # -- small runs --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from freda.cli import run
-from freda.data.config import CorpusConfig, load_prepare
+from freda.data.config import load_prepare
 from freda.data.tokenizer import BLANK_TEXT, train_tokenizer
 from freda.model.config import ModelConfig
 from freda.train import config as configs
@@ -24,13 +24,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards (`data`), a config and a run, made by the commands themselves."""
     root = tmp_path_factory.mktemp("cli")
     config = RunConfig(
-        corpus=CorpusConfig(problems=100, validation_problems=8, vocab_size=300),
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(root / "data"), seq_len=96),
         train=TrainConfig(steps=4, batch_rows=2, group_rows=2, lr=1e-3, warmup_steps=1, validation_rows=2),
     )
     (root / "run.toml").write_text(configs.dump(config))
-    assert run(["prepare", str(root / "run.toml"), str(root / "data")]) == 0
+    (root / "corpus.toml").write_text("[corpus]\nproblems = 100\nvalidation_problems = 8\nvocab_size = 300\n")
+    assert run(["prepare", str(root / "corpus.toml"), str(root / "data")]) == 0
     assert run(["train", str(root / "run.toml"), "--out", str(root / "run"), "--set", "train.save_every=2"]) == 0
     return root
 
@@ -100,6 +100,8 @@ def test_bad_input_of_generate(trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert "max_new_tokens is 100000000" in fails(capsys, "generate", folder, "x", "--max-new-tokens", "100000000")
     assert "there is no dtype 'int8'" in fails(capsys, "generate", folder, "x", "--dtype", "int8")
     assert "there is no device 'tpu'" in fails(capsys, "generate", folder, "x", "--device", "tpu")
+    for extra in ((), ("--reference",)):  # the model has 4,096 positions
+        assert "the limit is 4096" in fails(capsys, "generate", folder, "one two " * 4000, *extra)
 
 
 def test_bad_input_of_train(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +116,7 @@ def test_bad_input_of_train(trained: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_place_that_cannot_be_written_is_one_line(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = fails(capsys, "prepare", trained / "run.toml", "/proc/nothing/data")
+    message = fails(capsys, "prepare", trained / "corpus.toml", "/proc/nothing/data")
     assert "No such file or directory: /proc/nothing" in message
 
 
@@ -219,7 +221,7 @@ def test_prepare_says_what_is_wrong(corpus: Path, capsys: pytest.CaptureFixture[
         (("--set", "source.stories.share=-1"), "source.stories: share is -1.0; use a positive number"),
         (("--set", "source.a/b.path=x"), "[source.a/b] has a name that is no file name"),
         (("--set", "prepare.tokenizer=nowhere"), "there is no folder"),
-        (("--set", "prepare.eos=<end>"), "it has no token '<end>'"),
+        (("--set", "prepare.eos=<end>"), "no token '<end>'"),
         (("--workers", "-1"), "workers is -1; use 1 or more, or 0 for one per core"),
     ):
         assert message in fails(capsys, "prepare", config, out, *data, *arguments)

@@ -114,7 +114,7 @@ def test_the_demo_begins_with_the_packaged_model(
     for kind in mini.KINDS:
         assert mini.item(kind, EASY, "test", 0).prompt in before
     assert before.count("tokens in") == 3 and "pass 1" in before
-    assert shown.err.index("three questions to mini") < shown.err.index("1/6 writing a corpus")
+    assert shown.err.index("3 questions to mini") < shown.err.index("1/6 writing a corpus")
 
 
 def test_packaged_models_are_small_enough_to_ship() -> None:
