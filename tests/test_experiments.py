@@ -32,6 +32,7 @@ from freda.eval.tasks import TASKS
 from freda.folders.model_folder import load_model
 from freda.train import config as configs
 from freda.train.config import RunConfig
+from tests.helpers import method
 from tests.stand_in import write_stand_in
 
 ROOT = Path(__file__).parent.parent
@@ -369,7 +370,7 @@ def test_groups_and_ablations_are_those_of_the_points(report: ModuleType) -> Non
 
 
 def test_the_longest_walks_are_those_of_the_points(report: ModuleType) -> None:
-    logic = load_examples(TASKS["mini_logic"], report.SHIPPED / "data", 0)
+    logic = TASKS["mini_logic"].examples(report.SHIPPED / "data", 0)
     row = next(line for line in report.block("walks").splitlines() if line.startswith("| 800 |"))
     for column, system in ((2, "block-diffusion"), (3, "self-refine")):
         ((_, seeds),) = (item for item in rights("a").items() if item[0][:2] == (system, "mini_logic"))

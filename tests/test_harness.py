@@ -28,9 +28,11 @@ from freda.eval.likelihood import log_likelihood
 from freda.eval.tasks import TASKS
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 from tests.benchmarks import write_lines, written
 from tests.harness_tasks import ask
+from tests.helpers import method
 
 pytest.importorskip("lm_eval")
 
@@ -187,8 +189,7 @@ def test_the_same_model_gives_the_same_answers(
 
 @pytest.fixture
 def model(models: dict[str, LoadedModel], tmp_path: Path) -> Path:
-    network, tokenizer, method, _ = models["self-refine"]
-    save_model(tmp_path / "model", network, tokenizer, method, stage="test")
+    save_model(tmp_path / "model", models["self-refine"])
     return tmp_path / "model"
 
 

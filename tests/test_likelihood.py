@@ -16,10 +16,11 @@ from freda.errors import FredaError
 from freda.eval import likelihood
 from freda.eval.likelihood import Scored, choice_log_probs, log_likelihood
 from freda.folders.model_folder import LoadedModel
-from freda.methods import METHODS
+from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from tests.conftest import BLANK, tiny_model
+from tests.helpers import method
 
 BLOCKS = ["self-refine", "block-diffusion", "best-of-n"]
 ALL = [*BLOCKS, "autoregressive"]
@@ -29,10 +30,8 @@ Pairs = list[tuple[list[int], list[int]]]
 def load(name: str, *, size: int = 4, blank: int = BLANK, **settings: Any) -> LoadedModel:
     model = tiny_model()
     model.blank_id = blank  # a smaller vocabulary: logits are cut to the ids below it
-    if name == "best-of-n":
-        model.scorer = Scorer(model.config, last_layer=False)
-    config = method(name, block_size=size, **settings)
-    return LoadedModel(model, None, config, "test")  # type: ignore[arg-type]
+    scorer = Scorer(model.config, last_layer=False) if name == "best-of-n" else None
+    return LoadedModel(Parts(model, scorer), None, method(name, block_size=size, **settings), "test")  # type: ignore[arg-type]
 
 
 def words(count: int, seed: int = 0, top: int = BLANK) -> list[int]:
@@ -168,7 +167,7 @@ def test_greedy_says_that_every_token_is_the_most_probable(name: str) -> None:
 def test_the_first_conditional_is_that_of_the_first_pass_of_decoding(name: str, given: int) -> None:
     loaded, context = load(name), words(given, seed=given)
     asked = [Request(prompt=context, max_new_tokens=1, passes=1, width=1, threshold=2.0)]
-    made = generate(loaded.backbone, METHODS[name], loaded.method, asked, stop_ids=[])[0].tokens  # type: ignore[index]
+    made = generate(loaded.parts, loaded.method, asked, stop_ids=[])[0].tokens
     assert [log_likelihood(loaded, [(context, [token])])[0].greedy for token in range(BLANK)].count(True) == 1
     assert log_likelihood(loaded, [(context, made)])[0].greedy
 

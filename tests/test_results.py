@@ -29,6 +29,7 @@ from freda.eval.tasks import TASKS, math500
 from freda.eval.tasks.gpqa import COLUMNS
 from freda.files import locked
 from freda.folders.model_folder import LoadedModel, save_model
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 from tests.conftest import answering_model
 
@@ -103,7 +104,7 @@ def test_another_model_dtype_setting_or_version_is_refused(
     with torch.no_grad():
         list(other.parameters())[-1].add_(0.01)
     for changed, settings, message in (
-        (loaded._replace(model=other), SHORT, "model .* \\(now"),
+        (loaded._replace(parts=Parts(other)), SHORT, "model .* \\(now"),
         (loaded._replace(method=dataclasses.replace(loaded.method, rescale=True)), SHORT, "rescale False"),
         (loaded, dataclasses.replace(SHORT, threshold=0.5), r"threshold 0.3 \(now 0.5\);"),
     ):
@@ -254,7 +255,7 @@ def test_a_score_made_of_errors_is_an_error(
 ) -> None:
     """Every prompt is longer than the model has positions."""
     small = answering_model(["one two three four"] * 50, seed=0, max_positions=16)
-    save_model(tmp_path / "model", small.model, small.tokenizer, small.method, stage="test")
+    save_model(tmp_path / "model", small)
     command = ["eval", str(tmp_path / "model"), "--task", "sums", "--data", str(tmp_path), "--limit", "2"]
     assert run(command) == 2
     shown = capsys.readouterr()

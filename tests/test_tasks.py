@@ -408,7 +408,7 @@ def test_answers_that_are_no_token_cannot_be_chosen(data: Path, model: LoadedMod
 
 
 def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_model(tmp_path / "model", model.model, model.tokenizer, model.method, stage="test")
+    save_model(tmp_path / "model", model)
     place = ["--data", str(data), "--task", "mmlu"]
     assert run(["eval", str(tmp_path / "model"), *place, "--out", str(tmp_path / "out"), "--limit", "3"]) == 0
     shown = capsys.readouterr()

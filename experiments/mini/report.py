@@ -221,7 +221,7 @@ def walks_table(sweep: Sweep) -> Table:
 
 
 def _longest(sweep: Sweep, system: str) -> str:
-    examples = load_examples(*tasks_named(["mini_logic"]), SHIPPED / "data", sweep.config.limit)
+    examples = TASKS["mini_logic"].examples(SHIPPED / "data", sweep.config.limit)
     found = []
     for seed in range(len(sweep.systems[system].models)):
         right = sweep.by_place[system, seed, "mini_logic", sweep.main(system)].right
