@@ -177,13 +177,8 @@ class Engine:
         following = next(numbered, None)
         try:
             while following or handles:
-                while following and len(handles) < 2 * self.config.max_batch:
-                    try:
-                        handles[following[0]] = self.submit(following[1])
-                    except QueueFull:
-                        break
-                    except FredaError as error:
-                        yield following[0], Output([], 0, "error", 0.0, str(error))
+                while following and len(handles) < 2 * self.config.max_batch and (handle := self._offer(following[1])):
+                    handles[following[0]] = handle
                     following = next(numbered, None)
                 self.advance(lambda: any(handle.finished for handle in handles.values()))
                 for index in [index for index, handle in handles.items() if handle.finished]:
@@ -191,6 +186,17 @@ class Engine:
         finally:
             for handle in handles.values():
                 handle.cancel()
+
+    def _offer(self, request: Request) -> Handle | None:
+        """Submit a request; one that is refused has finished with an error. None if the queue is full."""
+        try:
+            return self.submit(request)
+        except QueueFull:
+            return None
+        except FredaError as error:
+            refused = Sequence(0, request, 1)
+            refused.end(Event([], "error", str(error)))
+            return Handle(self, refused)
 
     def run(self, requests: collections.abc.Sequence[Request]) -> list[Output]:
         """Run requests to their end; returns their outputs in order."""
