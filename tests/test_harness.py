@@ -26,10 +26,9 @@ from freda.eval.folder import read_samples
 from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
 from freda.eval.tasks import TASKS
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import write_lines, written
 from tests.harness_tasks import ask
 
@@ -62,8 +61,7 @@ def models(data: Path) -> dict[str, LoadedModel]:
             if weight.dim() > 1:  # large enough that it does not say one thing for ever
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
     return {
-        name: LoadedModel(network, tokenizer, MethodConfig(name=name), "test")  # type: ignore[arg-type]
-        for name in ("self-refine", "autoregressive")
+        name: LoadedModel(Parts(network), tokenizer, method(name), "test") for name in ("self-refine", "autoregressive")
     }
 
 

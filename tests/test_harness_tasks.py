@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from freda.errors import FredaError
 from freda.eval.task import Example
 from freda.eval.tasks import TASKS
 from tests.benchmarks import written
@@ -44,6 +46,18 @@ def ask(name: str, data: Path, answer: Callable[[int], str], examples: list[Exam
     from lm_eval.api.model import LM
 
     return ask_lm(type("Told", (Oracle, LM), {"answer": staticmethod(answer)})(), name, data, examples)
+
+
+@pytest.mark.skipif("FREDA_BENCHMARKS" not in os.environ, reason="FREDA_BENCHMARKS names no folder of published files")
+@pytest.mark.parametrize("name", HARNESS_TASKS)
+def test_prompts_of_the_published_files_are_ours(name: str) -> None:
+    folder = Path(os.environ["FREDA_BENCHMARKS"])
+    try:
+        examples = TASKS[name].examples(folder)
+    except FredaError as error:
+        pytest.skip(str(error))
+    found = ask(name, folder, lambda number: "", examples)  # before `data`, which makes the tasks expect other files
+    assert found.prompts == [example.prompt for example in examples]
 
 
 def test_every_task_of_ours_is_one_of_the_harness() -> None:

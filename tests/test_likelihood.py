@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from freda.methods.config import MethodConfig
 from torch import Tensor
 
 from freda.decode.generate import generate
@@ -32,7 +31,7 @@ def load(name: str, *, size: int = 4, blank: int = BLANK, **settings: Any) -> Lo
     model.blank_id = blank  # a smaller vocabulary: logits are cut to the ids below it
     if name == "best-of-n":
         model.scorer = Scorer(model.config, last_layer=False)
-    config = MethodConfig(name=name, block_size=size, **settings)  # type: ignore[arg-type]
+    config = method(name, block_size=size, **settings)
     return LoadedModel(model, None, config, "test")  # type: ignore[arg-type]
 
 

@@ -28,8 +28,8 @@ from freda.eval.task import Example, Graded, checksum, json_rows
 from freda.eval.tasks import TASKS, math500
 from freda.eval.tasks.gpqa import COLUMNS
 from freda.files import locked
-from freda.model.transformer import Transformer
 from freda.folders.model_folder import LoadedModel, save_model
+from freda.model.transformer import Transformer
 from tests.conftest import answering_model
 
 SUMS = TASKS["sums"]
@@ -236,7 +236,7 @@ def test_questions_that_do_not_fit_are_wrong_and_the_others_go_on(tmp_path: Path
     assert found["n"] == 4 and found["errors"] == found["finish"]["error"] == 1
     assert "1 errors" in result_line(found) and found["first_error"] == lines[2]["error"]
     assert lines[2]["finish"] == "error" and not lines[2]["correct"]
-    assert "the model is made for 64" in lines[2]["reason"]
+    assert " 64;" in lines[2]["reason"]
     room = 64 - len(loaded.tokenizer.encode(prompts[1]))
     assert 0 < lines[1]["tokens"] <= room < 20 and lines[3]["finish"] in ("stop", "length")
     assert found["device"] == "CPU" and isinstance(found["commit"], str)

@@ -26,8 +26,8 @@ from freda.eval.sweep import run_sweep
 from freda.eval.task import Example, checksum
 from freda.eval.tasks import TASKS
 from freda.eval.teacher_forcing import solution_batch, stability, teacher_forced
-from freda.model.scorer import Scorer
 from freda.folders.model_folder import LoadedModel, save_model
+from freda.model.scorer import Scorer
 from tests.conftest import answering_model
 
 SYSTEM = SystemConfig(models=("x",))

@@ -11,11 +11,10 @@ from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.generate import Request, generate
 from freda.eval.teacher_forcing import solution_batch, token_accuracy
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
-from freda.methods.config import MethodConfig
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from freda.folders.model_folder import LoadedModel
 
 TEST = problems("test", 12, steps=1, max_number=30, seed=0)
 
@@ -30,7 +29,7 @@ def loaded() -> LoadedModel:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
-    return LoadedModel(model, tokenizer, MethodConfig(), "test")
+    return LoadedModel(Parts(model), tokenizer, method(), "test")
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
