@@ -16,18 +16,14 @@ class DecodeConfig:
 
     max_new_tokens: int = knob(128, "most tokens to generate")
     passes: int = knob(4, "most passes per block, K")
-    threshold: float = knob(
-        0.9, "probability η from which a token is committed; above 1: all passes are made"
-    )
+    threshold: float = knob(0.9, "probability η from which a token is committed; above 1: all passes are made")
     temperature: float = knob(0.0, "temperature of the sampling; 0 takes the most probable token")
     top_p: float = knob(1.0, "sample from the smallest set of tokens with this probability")
     seed: int = knob(0, "seed of the sampling")
     width: int = knob(4, "best-of-n: most candidates per pass, N")
     tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
     swaps: int = knob(2, "best-of-n: most positions a candidate changes, R")
-    candidates: Literal["beam", "sampled"] = knob(
-        "beam", "best-of-n: cheapest changes to the draft, or sampled ones"
-    )
+    candidates: Literal["beam", "sampled"] = knob("beam", "best-of-n: cheapest changes to the draft, or sampled ones")
     select: Literal["argmax", "gumbel"] = knob("argmax", "best-of-n: take the best beam candidate, or sample one")
 
     def __post_init__(self) -> None:
