@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -180,11 +181,15 @@ def generate(
     dtype: Dtype = "auto",
 ) -> None:
     """Continue a text."""
-    from freda.decode.command import complete
+    from freda.decode.command import complete, open_model
+    from freda.decode.request import Request
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    place: dict[str, Any] = {"device": device, "dtype": dtype, "pause": pause if show_drafts else None}
-    answer = complete(model, text, decode, method=method, stop=stop, reference=reference, **place)
+    if not text.strip():
+        raise FredaError("the prompt is empty; give the text to continue")
+    how: dict[str, Any] = {**asdict(decode), "method": method, "stop": stop, "watch": show_drafts}
+    loaded = open_model(model, device, dtype, method=method, prompt=text)
+    answer = complete(loaded, Request(prompt=loaded.tokenizer.encode(text), **how), reference=reference, pause=pause)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return

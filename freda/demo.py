@@ -151,7 +151,7 @@ def _clear(out: Path) -> None:
     for name in found - {RESULTS, MARKER}:
         shutil.rmtree(out / name)
     out.mkdir(parents=True, exist_ok=True)
-    (out / MARKER).write_text("A demo may be started anew in this folder.\n", encoding="utf-8")
+    (out / MARKER).write_text("freda demo may replace what is in this folder.\n", encoding="utf-8")
 
 
 def _train(plan: Plan, folder: Path, method: Method, settings: TrainConfig) -> Model:
@@ -236,5 +236,5 @@ def _show_refinement(console: Console, model: Model, test: list[Problem]) -> Non
 
 
 def _revised(watched: list[Pass]) -> bool:
-    """Did a later pass change a token of an earlier one?"""
+    """Whether a later pass changed a token of an earlier one."""
     return any(first.block == second.block and first.ids != second.ids for first, second in itertools.pairwise(watched))

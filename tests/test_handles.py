@@ -311,6 +311,13 @@ def test_a_failing_pass_ends_its_batch_and_no_other(machine: Any, monkeypatch: p
     assert idle(engine) and same(engine, request, engine.run([request])[0])
 
 
+def test_a_second_interrupt_does_not_lock_the_engine_for_ever() -> None:
+    engine = Engine(scored(), SMALL)
+    engine._stepper = threading.get_ident()  # as if the end of a step had been interrupted
+    request = Request(prompt=[1, 2, 3], max_new_tokens=6)
+    assert same(engine, request, engine.run([request])[0]) and idle(engine)
+
+
 def test_wrong_stop_strings_leave_the_engine_as_it_was(model: Model) -> None:
     for stop in ([5], 5, ["a", None], [""]):
         for call in (model.generate, model.stream):

@@ -1,10 +1,10 @@
 """`freda bench decode`: forwards and tokens per second of the engine, beside the limits of the same run.
 
-With one stream, a forward reads every weight once: its share of the copy rate says how near it is to what the memory
-allows. What is compared, at equal weights and with the same prompts, is the engine's own autoregressive decoder,
-`generate` of Hugging Face, and the reference loop request by request. Prompts are random ids and no text ends early:
-all rows make the same number of tokens. Every block gets all its passes, unless a threshold of at most 1 lets the model
-close blocks by its confidence.
+With one stream, a forward reads every weight once: the fraction of the copy rate says how close it is to what the
+memory allows. With `--compare`, the engine's own autoregressive decoder, `generate` of Hugging Face and the reference
+loop, one request at a time, run with the same weights and prompts. Prompts are random ids and no text ends early, so
+all rows generate the same number of tokens. Every block gets all its passes, unless a threshold of at most 1 lets the
+model close blocks by its confidence.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Case:
 
 
 class Limits(NamedTuple):
-    """What the device can do, measured in the same run."""
+    """The rates of the device, measured in the same run."""
 
     copy: float  # bytes per second, read and written
     matmul: float  # operations per second
@@ -146,7 +146,7 @@ def _model(name: str, device: torch.device, dtype: torch.dtype, method: Method) 
 
 
 def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request]:
-    """Different prompts, so that nothing is shared."""
+    """Requests with different prompts, so that no pages are shared."""
     generator = torch.Generator().manual_seed(seed)
     texts = torch.randint(0, loaded.backbone.blank_id, (case.batch, case.context), generator=generator).tolist()
     rules: dict[str, Any] = {"passes": case.passes, "threshold": case.threshold, "method": case.method}
@@ -155,7 +155,7 @@ def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request
 
 
 def _warm_up(engine: Engine, case: Case) -> None:
-    """All forms of a forward, once.
+    """Run every shape of a forward once.
 
     Where blocks close by confidence, texts end one after the other, and some begin a block while others do not: the
     graphs for fewer requests and for such mixtures are made here and not while the clock runs.
@@ -179,7 +179,7 @@ def _warm_up(engine: Engine, case: Case) -> None:
 def _measured(
     loaded: LoadedModel, case: Case, limits: Limits, note: Note, config: EngineConfig, *, profile: bool
 ) -> dict[str, Any]:
-    """The engine: prefill by itself, then steps until all are done."""
+    """One row of the engine: the prefill, timed by itself, then steps until all requests are done."""
     _forget(loaded)
     engine = Engine(loaded, replace(config, max_batch=case.batch, max_length=case.context + case.new_tokens))
     _warm_up(engine, case)
@@ -217,7 +217,7 @@ def _name(engine: Engine, on_device: bool) -> str:
 
 
 def _kernels(engine: Engine, case: Case) -> list[dict[str, Any]]:
-    """Microseconds of every kind of kernel in a forward, the longest first: of two blocks, after the prefill."""
+    """Microseconds of every kind of kernel in a forward over two blocks after the prefill, the longest first."""
     size, device = engine.loaded.method.block_size, engine.model.embed_tokens.weight.device
     few = replace(case, new_tokens=min(case.new_tokens, 2 * size))
     handles = [engine.submit(request) for request in _requests(engine.loaded, few, seed=2)]
@@ -242,7 +242,7 @@ def _sizes(case: Case) -> dict[str, Any]:
 def _of_passes(
     loaded: LoadedModel, forwards: int, tokens: int, seconds: float, limits: Limits, *, int8: bool = False
 ) -> dict[str, float]:
-    """What a row says of the forwards after the prefill."""
+    """The columns of a row about the forwards after the prefill."""
     weights = sum(
         weight.numel() * (1 if int8 and weight.dim() > 1 else weight.element_size())
         for weight in loaded.backbone.parameters()
@@ -266,7 +266,7 @@ def _of_prefill(loaded: LoadedModel, case: Case, seconds: float, limits: Limits)
 
 
 def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits, note: Note) -> list[dict[str, Any]]:
-    """`generate` of transformers, a batch at a time. Its first token comes with the prefill."""
+    """Rows of `generate` of transformers, a batch at a time; the first token comes with the prefill."""
     what = "Hugging Face generate, autoregressive"
     if hugging_face.version() is None:
         note("transformers is not installed: nothing to compare with")
@@ -293,7 +293,7 @@ def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits, no
 
 
 def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
-    """The reference loop with its cache, request by request."""
+    """A row of the reference loop with its cache, one request at a time."""
     _forget(loaded)
     requests, method = _requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.method, loaded.method)
     begun = _now(loaded)
@@ -323,7 +323,7 @@ def _now(loaded: LoadedModel) -> float:
 
 
 def _forget(loaded: LoadedModel) -> None:
-    """Free what the row before has left, so that the peak of memory is this row's own."""
+    """Free what the last row has left, so that the peak of memory is the next row's own."""
     gc.collect()
     if _on_cuda(loaded):
         torch.cuda.empty_cache()
@@ -348,7 +348,7 @@ COLUMNS = {  # of the table: from which value of a row, times what, and how it i
 
 
 def table_lines(found: dict[str, Any]) -> list[str]:
-    """What is printed."""
+    """The printed table."""
     fixed = f"{found['passes']} passes for every block"
     closing = f"at most {found['passes']} passes for a block, which closes from probability {found['threshold']:g} on"
     lines = [

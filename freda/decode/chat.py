@@ -191,19 +191,16 @@ def answer(chat: Chat, message: str, out: TextIO, *, drafts: bool, pause: float,
 
     On a terminal the passes are drawn in place; with `keep` they stay there as a table.
     """
-    parts = chat.ask(message, drafts=drafts)
-    if drafts:
-        text = ""
-        with LiveDrafts((), chat.model.loaded.tokenizer, file=out, pause=pause, keep=keep) as live:
-            for part in parts:
-                if isinstance(part, Pass):
-                    live(part)
-                else:
-                    text += part
-        print(text, file=out, flush=True)
-    else:
-        for part in parts:
-            print(part, end="", file=out, flush=True)
-        print(file=out, flush=True)
+    live = LiveDrafts((), chat.model.loaded.tokenizer, file=out, pause=pause, keep=keep)
+    text = ""
+    with live if drafts else contextlib.nullcontext():
+        for part in chat.ask(message, drafts=drafts):
+            if isinstance(part, Pass):
+                live(part)
+            elif drafts:
+                text += part
+            else:
+                print(part, end="", file=out, flush=True)
+    print(text, file=out, flush=True)
     if chat.output is not None:
         note(f"{len(chat.output.tokens)} tokens in {chat.output.nfe} forwards, {chat.output.tpf:.2f} per forward")

@@ -5,9 +5,9 @@ prompts into the cache, makes one pass over everything that is running, one forw
 what happened with the requests. A request reserves all pages it can need when it is admitted, so what has begun always
 ends. Its output is what `generate` makes of it alone.
 
-Threads: any number may submit, read and cancel. Whoever waits for news takes the next step, unless another thread is at
-it; so nobody has to run a loop, and a step is never made twice at a time. Cancelling never blocks, since it may happen
-while a handle is garbage-collected in the middle of a step: it leaves a flag, and whoever steps looks for flags.
+Threads: any number may submit, read and cancel; one steps at a time. A reader without news takes the next step itself,
+or waits while another thread does, so no loop has to run in the background. Cancelling never blocks, since it may
+happen while a handle is garbage-collected in the middle of a step: it leaves a flag, and whoever steps looks for flags.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Handle:
 
     @property
     def finished(self) -> bool:
-        """Has the request ended, one way or another?"""
+        """Whether the request has ended, one way or another."""
         return self._sequence.output is not None
 
     def __iter__(self) -> Iterator[Event | Pass]:
@@ -79,7 +79,7 @@ class Handle:
         return self._sequence.output
 
     def cancel(self) -> None:
-        """End the request and free its pages, at once or after the step that is under way."""
+        """End the request and free its pages, now or after the current step."""
         if not self.finished:
             self._engine.cancel(self._sequence)
 
@@ -112,7 +112,7 @@ class Engine:
         self.flagged: deque[Sequence] = deque()  # to be cancelled
         self._current: Kind | None = None  # the batch that is being changed
         self._news = threading.Condition(threading.Lock())
-        self._stepping = False  # guarded by `_news`, like what is appended to `waiting`
+        self._stepper = 0  # the thread that steps; guarded by `_news`, like what is appended to `waiting`
         self._number = 0
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._table_pages = min(self.pages.count, needed)
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Is any request waiting or running?"""
+        """Whether any request is waiting or running."""
         self._sweep()
         return bool(self.waiting or self.running)
 
@@ -177,13 +177,8 @@ class Engine:
         following = next(numbered, None)
         try:
             while following or handles:
-                while following and len(handles) < 2 * self.config.max_batch:
-                    try:
-                        handles[following[0]] = self.submit(following[1])
-                    except QueueFull:
-                        break
-                    except FredaError as error:
-                        yield following[0], Output([], 0, "error", 0.0, str(error))
+                while following and len(handles) < 2 * self.config.max_batch and (handle := self._offer(following[1])):
+                    handles[following[0]] = handle
                     following = next(numbered, None)
                 self.advance(lambda: any(handle.finished for handle in handles.values()))
                 for index in [index for index, handle in handles.items() if handle.finished]:
@@ -191,6 +186,17 @@ class Engine:
         finally:
             for handle in handles.values():
                 handle.cancel()
+
+    def _offer(self, request: Request) -> Handle | None:
+        """Submit a request; one that is refused has finished with an error. None if the queue is full."""
+        try:
+            return self.submit(request)
+        except QueueFull:
+            return None
+        except FredaError as error:
+            refused = Sequence(0, request, 1)
+            refused.end(Event([], "error", str(error)))
+            return Handle(self, refused)
 
     def run(self, requests: collections.abc.Sequence[Request]) -> list[Output]:
         """Run requests to their end; returns their outputs in order."""
@@ -212,31 +218,32 @@ class Engine:
         self._alone(self._step, done)
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a request at once, or after the step that is under way. Never blocks."""
+        """End a request now, or after the current step. Never blocks."""
         self.flagged.append(sequence)
         self._sweep()
 
     def _alone(self, work: Callable[[], None], done: Callable[[], bool]) -> None:
-        """Do `work` while no other thread does any; instead return as soon as `done`."""
-        mine = False
+        """Do `work` as the only thread that works on the requests, or return as soon as `done`."""
+        mine, thread = False, threading.get_ident()
         try:
             with self._news:
-                while self._stepping and not done():
+                # A thread that finds itself was interrupted twice, in the middle of the end of its step.
+                while self._stepper not in (0, thread) and not done():
                     self._news.wait()
                 if done():
                     return
-                mine = self._stepping = True
+                mine, self._stepper = True, thread
             self._guarded(work)
         finally:
             if mine:
                 with self._news:
-                    self._stepping = False
+                    self._stepper = 0
                     self._news.notify_all()
             self._sweep()
 
     @torch.no_grad()
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Cancel flagged requests and do `work`; if it fails, or is interrupted, nothing half-done stays behind."""
+        """Cancel flagged requests and do `work`; an error or an interrupt leaves nothing half-done behind."""
         try:
             self._cancel_flagged()
             work()
@@ -247,13 +254,13 @@ class Engine:
             self._current = None
 
     def _sweep(self) -> None:
-        """Cancel flagged requests, unless a thread is at work, which will do so afterwards. Never blocks.
+        """Cancel flagged requests, unless another thread is stepping, which will do so afterwards. Never blocks.
 
-        Flags are looked for again after the lock is released: who could not get it meanwhile has left one.
+        Flags are checked again after the lock is released, since a thread that could not get it has left its flag.
         """
         while self.flagged and self._news.acquire(blocking=False):
             try:
-                if self._stepping:
+                if self._stepper:
                     return
                 self._guarded(lambda: None)
                 self._news.notify_all()
@@ -269,14 +276,14 @@ class Engine:
                 self._current = one.kind
                 batch = self.batches[one.kind]
                 batch.leave({batch.sequences.index(one)})
-            with contextlib.suppress(ValueError):  # it is running, or its submission was interrupted
+            with contextlib.suppress(ValueError):  # it was running, or its submission was interrupted
                 self.waiting.remove(one)
             self._finish(one, Event([], "cancelled"))
 
     def _recover(self, error: str) -> None:
         """After an error: end the requests of the batch that was being changed, and those in no batch yet.
 
-        The pages are counted anew from the requests that are left, and no text is remembered.
+        Pages are recounted from the requests that are left, and prefixes are forgotten.
         """
         if self._current is not None:
             self.batches.pop(self._current, None)
@@ -289,7 +296,7 @@ class Engine:
                 one.end(Event([], "error", error))
         self.pages.restore([one.table for one in self.running.values()])
 
-    # -- what a step does ----------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         self._admit()
@@ -301,8 +308,8 @@ class Engine:
     def _admit(self) -> None:
         """Move waiting requests in, as long as the first of them fits, and bring their prompts into the cache.
 
-        One whose beginning is being computed for another waits for the next step, where it is known: sixty questions
-        behind the same worked examples compute these once.
+        A request whose first pages are being computed for another waits for the next step, where they are known: sixty
+        questions behind the same worked examples compute these once.
         """
         new: dict[Kind, list[Sequence]] = {}
         coming: set[bytes] = set()
@@ -331,7 +338,7 @@ class Engine:
         machine = self._machine if on_device else None
         if machine is not None:
             prefill(machine, cache, admitted, method.layout.block, method.layout.held, self.config.prefill)
-        batch.prefill(self.config.prefill)  # what begins like another text, or everything
+        batch.prefill(self.config.prefill)  # prompts with known pages, or all of them
         for one in admitted:
             self.pages.learn(one.table, one.clean[: one.stored], one.size)
         running = self.batches.get(kind)

@@ -1,4 +1,4 @@
-"""Requests to the engine and what comes of them: events while they run, an output at their end. No torch here."""
+"""Requests to the engine, the events while they run, and their outputs. No torch here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Request(DecodeConfig):
     prompt: collections.abc.Sequence[int]
     method: str | None = None  # the model's own by default
     stop: str | collections.abc.Sequence[str] = ()  # strings that end the text; a tuple once checked
-    watch: bool = False  # does the reader want every pass over a block, too?
+    watch: bool = False  # file every pass over a block, too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,7 +102,7 @@ class Sequence:
         self.begun = time.perf_counter()
 
     def close_block(self, ids: list[int], stop_ids: set[int]) -> str | None:
-        """Take over a finished block; says why the sequence is finished, if it is."""
+        """Append a closed block; returns why the sequence is finished, if it is."""
         given, self.tail = len(self.tail), []
         for token in ids[given:]:
             self.new.append(token)
