@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from freda.errors import note
+from freda.files import write_whole
 from freda.options import Device, Dtype, Settings
 
 bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
@@ -102,4 +103,4 @@ def _report(found: dict[str, Any], lines: list[str], out: Path | None) -> None:
     print("\n".join(lines))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_whole(out, json.dumps(found, indent=1) + "\n")

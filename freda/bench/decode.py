@@ -105,7 +105,7 @@ def bench_decode(
     loaded = _model(model, place, precision, METHODS[method]())
     limits = Limits(copy_rate(place), matmul_rate(place, precision))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
-    methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
+    methods = dict.fromkeys([method, *(["autoregressive"] if compare else [])])
     sizes = [Case(b, c, new_tokens, passes, threshold, method) for b in batches for c in contexts]
     cases = [replace(case, method=name) for name in methods for case in sizes]
     engine = EngineConfig(on_device=not plain, int8=int8)
