@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from freda.decode.config import EngineConfig
 from freda.errors import note
 from freda.files import write_whole
 from freda.options import Device, Dtype, Settings
@@ -89,13 +90,12 @@ def bench_decode(
     out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
 ) -> None:
     """The engine's forwards and tokens per second, beside the copy and matmul rates of the same run."""
+    from freda.bench.decode import Case, table_lines
     from freda.bench.decode import bench_decode as measure
-    from freda.bench.decode import table_lines
 
-    sizes = {"batches": batch, "contexts": context, "new_tokens": new_tokens, "passes": passes}
-    rule = {"method": method, "threshold": threshold, "compare": compare}
-    rule |= {"plain": plain, "int8": int8, "profile": profile}
-    found = measure(model, **sizes, **rule, device=device, dtype=dtype, note=note)  # type: ignore[arg-type]
+    sizes = [Case(rows, tokens, new_tokens, passes, threshold, method) for rows in batch for tokens in context]
+    engine = EngineConfig(on_device=not plain, int8=int8)
+    found = measure(model, sizes, engine, compare=compare, profile=profile, device=device, dtype=dtype, note=note)
     _report(found, table_lines(found), out)
 
 
