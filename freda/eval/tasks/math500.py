@@ -76,17 +76,20 @@ def _verdicts(check: Check, pairs: Sequence[tuple[str, str]], workers: int) -> d
             try:
                 found[number] = future.result(timeout=SECONDS)
             except BrokenProcessPool:
-                if workers == 1:  # among several, it is not known which answer it was
-                    found[number] = None
+                found |= {number: None} if workers == 1 else {}  # among several, it is not known which answer it was
                 break
             except TimeoutError:
                 found[number] = None
-                done = (later for later in range(number + 1, len(futures)) if futures[later].done())
-                found |= {later: futures[later].result() for later in done}
-                for process in list(pool._processes.values()):
-                    process.kill()
+                later = [place for place in range(number + 1, len(futures)) if futures[place].done()]
+                found |= {place: futures[place].result() for place in later}
+                _kill(pool)
                 break
     return found
+
+
+def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
+    for process in list(pool._processes.values()):
+        process.kill()
 
 
 def _safely(check: Check, gold: str, answer: str) -> bool | None:
