@@ -62,10 +62,10 @@ class SweepConfig:
             require(bool(getattr(self, name)), f"sweep.{name} is empty; name one or more")
         for name in ("stability_examples", "batch_size", "max_new_tokens"):
             require(getattr(self, name) >= 1, f"sweep.{name} is {getattr(self, name)}; use 1 or more")
-        names = {"passes": (*self.passes, *self.width_passes), "width": self.widths, "tau": self.taus}
-        for name, values in {**names, "threshold": self.thresholds}.items():
-            for value in values:
-                DecodeConfig(**{name: value})  # an impossible value is reported now, not after hours of work
+        tried: list[dict[str, Any]] = [{"passes": count} for count in (*self.passes, *self.width_passes)]
+        tried += [{"threshold": value} for value in self.thresholds] + [{"tau": value} for value in self.taus]
+        for values in (*tried, *({"width": width} for width in self.widths)):
+            DecodeConfig(**values)  # an impossible value is reported now, not after hours of work
         for name in ("limit", "early_stop_passes"):
             require(getattr(self, name) >= 0, f"sweep.{name} is {getattr(self, name)}; use 0 or more")
 
