@@ -1,17 +1,18 @@
-# Everything a newcomer or CI needs. Each target sets up .venv by itself.
+# Everything a newcomer or CI needs. Each target installs what it uses into .venv by itself.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALLED := .venv/installed
+PACKAGE := .venv/package
+TOOLS := .venv/tools
 
 .PHONY: demo test smoke lint format clean
 
-demo: $(INSTALLED)  ## train four small models and watch one refine its drafts
+demo: $(PACKAGE)  ## the bundled model answers three questions, then four small models are trained and compared
 	$(BIN)/freda demo
 
-test: lint  ## lint, types and tests, these in two processes of one thread each
+test: lint  ## format check, lint, types, then the tests in two processes of one thread each
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
-smoke: $(INSTALLED)  ## the experiments of experiments/mini from end to end, too small to learn anything: 2 to 3 minutes
+smoke: $(TOOLS)  ## the experiments of experiments/mini end to end, too small to learn anything: 2 to 3 minutes
 	rm -rf runs/smoke
 	for script in train compute ablations sweep; do \
 	    FREDA=$(abspath $(BIN)/freda) experiments/mini/$$script.sh --smoke || exit 1; \
@@ -19,23 +20,30 @@ smoke: $(INSTALLED)  ## the experiments of experiments/mini from end to end, too
 	FREDA=$(abspath $(BIN)/freda) PYTHON=$(abspath $(BIN)/python) LIMIT=4 ASSETS=$(abspath runs/smoke/assets) \
 	    experiments/mini/ship.sh --smoke
 
-lint: $(INSTALLED)  ## what CI checks before the tests
+lint: $(TOOLS)  ## what CI checks before the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## rewrite the code in the house style, and the pages made from it
+format: $(TOOLS)  ## rewrite the code in the house style, and the pages that are made from code and results
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python docs/write_config.py
+	$(BIN)/python docs/write_numbers.py
 	$(BIN)/python docs/draw_masks.py
 
-# torch first and through the constraints file: unpinned, pip would take whatever is newest, with its CUDA packages.
-$(INSTALLED): pyproject.toml constraints.txt
+# torch first, at the version of the constraints file: the largest download, and its progress is worth watching.
+$(PACKAGE): pyproject.toml constraints.txt
+	@echo "Installing freda into .venv. Most of it is torch: 1 to 6 GB, a few minutes on a fast connection."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $(INSTALLED)
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	@touch $@
 
-clean:  ## remove what the targets made, but not runs/
+$(TOOLS): $(PACKAGE)
+	@echo "Installing the tools for tests, lint and figures: about 100 packages, a minute or two."
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:  ## remove what the targets made, except runs/
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

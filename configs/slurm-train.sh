@@ -1,8 +1,8 @@
 #!/bin/bash
 # Training on several nodes under Slurm; sbatch configs/slurm-train.sh CONFIG RUN
 #
-# RUN and the paths in CONFIG lie on a file system that all nodes see. Started again, by hand or by --requeue, the job goes
-# on with RUN. Three minutes before its time is over torchrun gets SIGTERM; its processes save and leave.
+# RUN and the paths in CONFIG lie on a file system that all nodes see. Started again, by hand or by --requeue, the job
+# resumes RUN. Three minutes before its time is over torchrun gets SIGTERM; its processes save and exit.
 #SBATCH --job-name=freda
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1

@@ -13,15 +13,15 @@ from freda.train.config import RunConfig
 PAGE = Path(__file__).parent / "config.md"
 HEAD = """# Config reference
 
-Made by `python docs/write_config.py`; do not edit by hand. `--set section.key=value` overrides a value of a file on the
-command line."""
+You want to look up a setting. Config files are TOML; `--set section.key=value` overrides a value of a file on the
+command line. This page is made by `python docs/write_config.py`; do not edit it by hand."""
 
 
 def reference() -> str:
     """The whole page."""
     lines = [HEAD, "", "# `freda train`", *reference_lines(RunConfig)]
     lines += ["", "# `freda generate`, `chat`, `eval`", "", "Options on the command line, keyword arguments in Python."]
-    lines += ["", "## How a text is continued", *key_lines(DecodeConfig)]
+    lines += ["", "## A request", *key_lines(DecodeConfig)]
     lines += ["", "## The engine: keyword arguments of `freda.load`", *key_lines(EngineConfig)]
     lines += ["", "# `freda prepare`", *reference_lines(PrepareFile)]
     lines += ["", "# `freda sweep`", *reference_lines(SweepFile)]

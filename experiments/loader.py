@@ -23,7 +23,7 @@ from freda.data.loader import Batch, Loader
 from freda.data.pack import plan
 from freda.data.shards import SPLITS, Manifest, ShardWriter, SplitInfo
 from freda.data.tokenizer import train_tokenizer
-from freda.methods.config import MethodConfig
+from freda.methods.autoregressive import Autoregressive
 from freda.model.config import ModelConfig
 from freda.train import loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig
@@ -50,7 +50,7 @@ def measure_packing(documents: int) -> None:
 
 
 def peak_memory() -> float:
-    """Megabytes."""
+    """Peak memory of this process in megabytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -93,7 +93,7 @@ def measure_waits(folder: Path, steps: int, late_ms: int) -> None:
     config = RunConfig(
         model=ModelConfig(dim=16, layers=1, heads=1, kv_heads=1, head_dim=16, ffn_dim=16),
         data=DataConfig(path=str(folder), seq_len=SEQ_LEN),
-        method=MethodConfig(name="autoregressive"),
+        method=Autoregressive(),
         train=TrainConfig(steps=steps, batch_rows=4, group_rows=2, lr=1e-3, validation_rows=1),
     )
     run, read = loop.setup(config), loop.read_batches
@@ -116,7 +116,7 @@ def measure_waits(folder: Path, steps: int, late_ms: int) -> None:
 
 
 def main() -> None:
-    """All three."""
+    """Measure packing, reading and waits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, required=True, help="folder for the shards")
     parser.add_argument("--documents", type=int, default=2_000_000)

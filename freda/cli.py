@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -82,9 +83,10 @@ def prepare(
     data: Annotated[Path, typer.Option(help="Folder that relative paths in the config start from.")] = Path(),
     workers: Annotated[int, typer.Option(help="Processes; 0 takes one per core.")] = 0,
     plan: Annotated[bool, typer.Option("--plan", help="Only say what would be done and how long it takes.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the shards of another corpus in OUT.")] = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Turn documents into token shards; started again, it goes on where it was."""
+    """Turn documents into token shards; started again after an interruption, it resumes."""
     from freda.data.config import load_prepare
     from freda.data.estimate import plan_lines
     from freda.data.prepare import prepare as write_shards
@@ -97,9 +99,9 @@ def prepare(
         print("\n".join(plan_lines(resolved, data, processes)))
         return
     try:
-        manifest = write_shards(resolved, out, root=data, workers=processes, note=note)
+        manifest = write_shards(resolved, out, root=data, workers=processes, replace_other=replace, note=note)
     except KeyboardInterrupt:
-        note("interrupted; the same command goes on with it")
+        note("interrupted; the same command resumes it")
         raise typer.Exit(130) from None
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(shard_lines(manifest)))
@@ -107,13 +109,14 @@ def prepare(
 
 @app.command(
     epilog="Examples: **freda train runs/demo/self-refine/config.toml --out runs/mine --set method.passes=2**; "
-    "if it was stopped: **freda train --resume runs/mine**; what a run needs: "
+    "if it was stopped: **freda train --resume runs/mine**; to train it longer: "
+    "**freda train --resume runs/mine --set train.steps=9000**; what a run needs: "
     "**freda train configs/freda-4b-stage1.toml --dry-run --gpus 64 --shape qwen3-4b**"
 )
 def train(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/config.md.")] = None,
     out: Annotated[Path | None, typer.Option(help="New run folder.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Run folder to go on with.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Run folder to resume; --set train.steps=N extends it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the run needs.")] = False,
     gpus: Annotated[int, typer.Option(help="--dry-run: GPUs to plan for.")] = 1,
     tflops: Annotated[
@@ -122,7 +125,7 @@ def train(
     shape: Annotated[str, typer.Option(help="--dry-run: shape to plan with, where train.init is not there.")] = "",
     set_: Settings = [],  # noqa: B006
 ) -> None:
-    """Train a model; stop it with Ctrl-C and go on with --resume."""
+    """Train a model; stop it with Ctrl-C and continue with --resume."""
     from freda.train import config as configs
 
     if dry_run:
@@ -132,14 +135,14 @@ def train(
         print("\n".join(plan))
         return
     if (config is None) == (resume is None) or (config is not None and out is None):
-        raise FredaError("give a config and --out RUN to start a run, or --resume RUN to go on with one")
-    if resume is not None and (set_ or out):
-        raise FredaError("--resume goes on with the config stored in the run; leave --set and --out away")
+        raise FredaError("give a config and --out RUN to start a run, or --resume RUN to continue one")
+    if resume is not None and out is not None:
+        raise FredaError(f"--resume {resume} writes into that run; omit --out")
     folder = out or resume
     assert folder is not None
 
     def settings() -> configs.RunConfig:
-        return loop.resume_run(folder) if config is None else configs.load(config, set_)
+        return loop.resume_run(folder, set_) if config is None else configs.load(config, set_)
 
     if config is not None and os.environ.get("WORLD_SIZE", "1") == "1":
         settings()  # a wrong config fails before torch is loaded
@@ -152,7 +155,7 @@ def train(
     if ranks.first:
         print(result.checkpoint)
     if result.interrupted and ranks.first:
-        print(f"go on with: freda train --resume {folder}", file=sys.stderr)
+        print(f"resume with: freda train --resume {folder}", file=sys.stderr)
     if result.interrupted == "SIGINT":
         raise typer.Exit(130)
 
@@ -178,11 +181,15 @@ def generate(
     dtype: Dtype = "auto",
 ) -> None:
     """Continue a text."""
-    from freda.decode.command import complete
+    from freda.decode.command import complete, open_model
+    from freda.decode.request import Request
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    place: dict[str, Any] = {"device": device, "dtype": dtype, "pause": pause if show_drafts else None}
-    answer = complete(model, text, decode, method=method, stop=stop, reference=reference, **place)
+    if not text.strip():
+        raise FredaError("the prompt is empty; give the text to continue")
+    how: dict[str, Any] = {**asdict(decode), "method": method, "stop": stop, "watch": show_drafts}
+    loaded = open_model(model, device, dtype, method=method, prompt=text)
+    answer = complete(loaded, Request(prompt=loaded.tokenizer.encode(text), **how), reference=reference, pause=pause)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
@@ -230,25 +237,31 @@ def chat(
     talk(conversation, messages(reader(sys.stdin)), sys.stdout, drafts=shown, pause=pause, keep=bool(drafts))
 
 
-@app.command(epilog="Example: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**")
+@app.command(
+    epilog="Examples: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**; "
+    "a copy in another precision: **freda convert runs/mine models/mine --dtype bfloat16**"
+)
 def convert(
-    source: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors, or a GGUF file.")],
+    source: Annotated[Path, typer.Argument(help="A Hugging Face folder, a GGUF file, or a freda model or run folder.")],
     target: Annotated[Path, typer.Argument(help="Model folder to write.")],
-    block_size: Annotated[int, typer.Option(help="Block size stored with the model.")] = 4,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the source's by default.")] = None,
-    int8: Annotated[bool, typer.Option("--int8", help="Of a model folder of ours: a copy with int8 matrices.")] = False,
+    block_size: Annotated[
+        int | None, typer.Option(help="Block size stored with a Hugging Face or GGUF model; 4 by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16 or int8; by default the source's own, bfloat16 for a quantised GGUF file."
+        ),
+    ] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="The same as --dtype int8.")] = False,
 ) -> None:
-    """Make a model folder of an autoregressive checkpoint, BLANK token added."""
-    from freda.model.convert import convert as convert_checkpoint
-    from freda.model.quantize import quantize_model
+    """Make a model folder from another project's checkpoint, or copy a freda model in another precision."""
+    from freda.folders.convert import convert as write_model_folder
 
-    if int8:
-        if dtype is not None:
-            raise FredaError("--int8 and --dtype say two things; leave one away")
-        for name, value in quantize_model(source, target).items():
-            print(f"{name}: {value}")
-        return
-    for name, value in convert_checkpoint(source, target, block_size=block_size, dtype=dtype).items():
+    if int8 and dtype is not None:
+        raise FredaError(f"--int8 and --dtype {dtype} cannot be combined; omit one of them")
+    summary = write_model_folder(source, target, block_size=block_size, dtype="int8" if int8 else dtype)
+    for name, value in summary.items():
         print(f"{name}: {value}")
 
 
@@ -358,22 +371,18 @@ app.add_typer(bench, name="bench")
 @app.command(epilog="Examples: **freda inspect mini**; **freda inspect runs/demo/data --rows 2**")
 def inspect(
     path: Annotated[
-        Path, typer.Argument(help="A model folder, a run folder, a packaged model's name, or a folder of token shards.")
+        Path, typer.Argument(help="A model folder, a run folder, a bundled model's name, or a folder of token shards.")
     ],
     rows: Annotated[int, typer.Option(help="Shards: packed rows to show, with documents and blocks marked.")] = 0,
     seq_len: Annotated[int, typer.Option(help="Shards: tokens per row.")] = 4096,
     block_size: Annotated[int, typer.Option(help="Shards: tokens per block.")] = 4,
-    histogram: Annotated[Path | None, typer.Option(help="Shards: draw the lengths of documents as a PNG.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Shards: read them all and compare their hashes.")] = False,
+    histogram: Annotated[Path | None, typer.Option(help="Shards: draw the document lengths as a PNG.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Shards: read all of them and check their hashes.")] = False,
 ) -> None:
-    """Say what a folder holds."""
-    from freda.describe import describe, describe_shards
+    """Describe what a folder holds."""
+    from freda.describe import ShardView, describe
 
-    if (path / "manifest.json").is_file():
-        shown = {"rows": rows, "seq_len": seq_len, "block_size": block_size}
-        print(describe_shards(path, **shown, histogram=histogram, verify=verify))
-    else:
-        print(describe(path))
+    print(describe(path, ShardView(rows, seq_len, block_size, histogram, verify)))
 
 
 def main() -> NoReturn:

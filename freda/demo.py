@@ -31,11 +31,14 @@ from freda.decode.request import Pass
 from freda.decode.show import LiveDrafts, legend, pass_line
 from freda.errors import FredaError
 from freda.eval.teacher_forcing import token_accuracy
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig, MethodName
+from freda.folders.model_folder import load_model
+from freda.folders.resolve import packaged_folder
+from freda.methods.autoregressive import Autoregressive
+from freda.methods.best_of_n import BestOfN
+from freda.methods.block_diffusion import BlockDiffusion
+from freda.methods.method import Method
+from freda.methods.self_refine import SelfRefine
 from freda.model.config import ModelConfig
-from freda.model.folders import packaged_folder
-from freda.model.weights import load_model
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.loop import train
 
@@ -107,15 +110,15 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     say("1/6 writing a corpus of word problems")
     prepare_corpus(plan.corpus, out / "data")
     models = {}
-    stages: list[tuple[MethodName, TrainConfig]] = [
-        ("autoregressive", plan.base),
-        ("block-diffusion", plan.tuned),
-        ("self-refine", plan.tuned),
-        ("best-of-n", plan.scorer),
+    stages: list[tuple[Method, TrainConfig]] = [
+        (Autoregressive(), plan.base),
+        (BlockDiffusion(noise_min=NOISE_MIN), plan.tuned),
+        (SelfRefine(), plan.tuned),
+        (BestOfN(), plan.scorer),
     ]
-    for number, (name, settings) in enumerate(stages, start=2):
-        say(f"{number}/6 training: {name}")
-        models[name] = _train(plan, out / name, name, settings)
+    for number, (method, settings) in enumerate(stages, start=2):
+        say(f"{number}/6 training: {method.name}")
+        models[method.name] = _train(plan, out / method.name, method, settings)
     say(f"6/6 solving {plan.test_problems} held-out problems with 1 to 4 passes")
     test = list(itertools.islice(problems_of(plan.corpus, "test"), plan.test_problems))
     rows = [row for name, model in models.items() for row in _scores(name, model, test)]
@@ -148,13 +151,12 @@ def _clear(out: Path) -> None:
     for name in found - {RESULTS, MARKER}:
         shutil.rmtree(out / name)
     out.mkdir(parents=True, exist_ok=True)
-    (out / MARKER).write_text("A demo may be started anew in this folder.\n", encoding="utf-8")
+    (out / MARKER).write_text("freda demo may replace what is in this folder.\n", encoding="utf-8")
 
 
-def _train(plan: Plan, folder: Path, name: MethodName, settings: TrainConfig) -> Model:
-    method = MethodConfig(name=name, noise_min=NOISE_MIN)
+def _train(plan: Plan, folder: Path, method: Method, settings: TrainConfig) -> Model:
     config = RunConfig(data=plan.data, model=plan.model, method=method, train=settings)
-    result = train(config, folder, name=name)
+    result = train(config, folder, name=method.name)
     if result.interrupted:
         raise FredaError(f"stopped by {result.interrupted}; start the demo again with: freda demo")
     return Model(load_model(folder), EngineConfig(max_batch=BATCH, max_length=plan.data.seq_len))
@@ -163,8 +165,9 @@ def _train(plan: Plan, folder: Path, name: MethodName, settings: TrainConfig) ->
 def _scores(name: str, model: Model, test: list[Problem]) -> list[dict[str, Any]]:
     """One row of the table for each number of passes."""
     rows = []
-    scores = METHODS[model.loaded.method.name].SCORES
-    for passes in (1,) if name == "autoregressive" else PASSES[1:] if scores else PASSES:
+    axes = model.loaded.method.axes
+    scores = "width" in axes  # candidates compete from the second pass on
+    for passes in (PASSES[1:] if scores else PASSES) if axes else PASSES[:1]:
         settings: dict[str, Any] = {"passes": passes, "threshold": THRESHOLD, "max_new_tokens": LONGEST_SOLUTION}
         begun = time.perf_counter()
         found = model.generate([problem.prompt for problem in test], **settings)
@@ -233,5 +236,5 @@ def _show_refinement(console: Console, model: Model, test: list[Problem]) -> Non
 
 
 def _revised(watched: list[Pass]) -> bool:
-    """Did a later pass change a token of an earlier one?"""
+    """Whether a later pass changed a token of an earlier one."""
     return any(first.block == second.block and first.ids != second.ids for first, second in itertools.pairwise(watched))

@@ -1,8 +1,9 @@
-"""`freda inspect`: what a model folder, a run folder or a folder of token shards holds, in a few lines."""
+"""`freda inspect`: a few lines about a model folder, a run folder or a folder of token shards."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,94 +12,91 @@ from freda.data.loader import Loader
 from freda.data.shards import Documents, Manifest, shard_lines
 from freda.data.shards import verify as verify_shards
 from freda.data.tokenizer import Tokenizer
-from freda.errors import FredaError, require
+from freda.errors import missing_package, require
 from freda.files import read_json
-from freda.model.folders import model_path, packaged, resolve_model_folder
-from freda.model.weights import family_of, load_model
+from freda.folders.hugging_face import family_of
+from freda.folders.model_folder import load_model
+from freda.folders.resolve import missing_model, model_path, resolve_model_folder
 from freda.train.metrics import read_metrics
 
 SHOWN_TOKENS = 60  # of the first document
 
 
-def describe(path: Path) -> str:
-    """Look at what is there and describe it."""
+class ShardView(NamedTuple):
+    """How much of token shards to show."""
+
+    rows: int = 0  # packed rows shown as text
+    seq_len: int = 4096
+    block_size: int = 4
+    histogram: Path | None = None  # a PNG of the document lengths
+    verify: bool = False  # check all hashes
+
+
+def describe(path: Path, view: ShardView = ShardView()) -> str:
+    """Describe the model, run or token shards at `path`; `view` is for token shards."""
     path = model_path(path)
     if not path.exists():
-        also = f", and no packaged model of that name; there is {', '.join(packaged())}" if packaged() else ""
-        raise FredaError(f"there is nothing at {path}{also}")
-    if (path / "manifest.json").is_file():
-        return describe_shards(path)
-    if (path / ".freda-prepare").is_dir():
-        return describe_shards(path)  # which says that they are half written
-    if (path / "config.toml").is_file():
-        return _run(path)
-    return _model(path)
+        raise missing_model(path)
+    if (path / "manifest.json").is_file() or (path / ".freda-prepare").is_dir():
+        return _shards(path, view)  # refuses shards that are still being written
+    return _run(path) if (path / "config.toml").is_file() else _model(path)
 
 
 def _model(path: Path) -> str:
-    loaded = load_model(path)
-    shape, method = loaded.model.config, loaded.method
-    count = sum(weight.numel() for weight in loaded.model.parameters())
-    stored = read_json(resolve_model_folder(path) / "config.json").get("freda", {}).get("stored_as", "")
+    loaded = load_model(path, "meta")  # the values are not needed
+    shape, method = loaded.backbone.config, loaded.method
+    count = sum(weight.numel() for weight in loaded.parts.parameters())
+    config = read_json(resolve_model_folder(path) / "config.json")
+    stored = config["freda"].get("stored_as", config.get("dtype", "float32"))
+    scorer = ", a scorer among them" if loaded.scorer is not None else ""
     return "\n".join(
         [
             f"model {path}",
-            f"  {family_of(shape).architecture}, {count:,} parameters"
-            f"{', a scorer among them' if loaded.model.scorer is not None else ''}"
-            f"{f', stored as {stored}' if stored else ''}, stage {loaded.stage}",
+            f"  {family_of(shape).architecture}, {count:,} parameters{scorer}, stored as {stored}, "
+            f"stage {loaded.stage}",
             f"  {shape.layers} layers of width {shape.dim}, {shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, "
             f"{'tied' if shape.tied else 'untied'} head",
-            f"  method {method.name}, blocks of {method.block_size}, BLANK is id {loaded.model.blank_id} "
+            f"  method {method.name}, blocks of {method.block_size}, BLANK is id {loaded.tokenizer.blank_id} "
             f"of {shape.vocab_size} rows",
         ]
     )
 
 
 def _run(path: Path) -> str:
-    lines = [f"run {path}"]
     metrics = path / "metrics.jsonl"
-    if metrics.is_file():
-        numbers = read_metrics(metrics)
-        steps = [entry for entry in numbers if "loss" in entry]
-        checks = [entry for entry in numbers if "validation" in entry]
-        if steps:
-            lines.append(f"  step {steps[-1]['step']}, loss {steps[-1]['loss']:.4f}")
-        if checks:
-            values = ", ".join(f"{name} {value:.4f}" for name, value in checks[-1]["validation"].items())
-            lines.append(f"  validation at step {checks[-1]['step']}: {values}")
-    return "\n".join([*lines, _model(path)])
+    entries = read_metrics(metrics) if metrics.is_file() else []
+    steps = [entry for entry in entries if "loss" in entry]
+    checks = [entry for entry in entries if "validation" in entry]
+    lines = [f"  step {entry['step']}, loss {entry['loss']:.4f}" for entry in steps[-1:]]
+    for entry in checks[-1:]:
+        values = ", ".join(f"{name} {value:.4f}" for name, value in entry["validation"].items())
+        lines.append(f"  validation at step {entry['step']}: {values}")
+    return "\n".join([f"run {path}", *lines, _model(path)])
 
 
 # -- token shards ----------------------------------------------------------------------------------------------------
 
 
-def describe_shards(
-    path: Path,
-    *,
-    rows: int = 0,
-    seq_len: int = 4096,
-    block_size: int = 4,
-    histogram: Path | None = None,
-    verify: bool = False,
-) -> str:
-    """Counts, lengths and, if asked for, packed rows as text, a picture of the lengths, and a check of all hashes."""
-    require(rows >= 0, f"rows is {rows}; use 0 or more")
-    require(block_size >= 1, f"block_size is {block_size}; use 1 or more")
-    require(histogram is None or histogram.suffix == ".png", f"histogram is {histogram}; name a .png file")
+def _shards(path: Path, view: ShardView) -> str:
+    """Counts and lengths of the documents, and whatever else `view` asks for."""
+    require(view.rows >= 0, f"rows is {view.rows}; use 0 or more")
+    require(view.block_size >= 1, f"block_size is {view.block_size}; use 1 or more")
+    picture = view.histogram
+    require(picture is None or picture.suffix == ".png", f"histogram is {picture}; name a .png file")
     manifest = Manifest.read(path)
     documents, tokenizer = Documents(path, "train", manifest), Tokenizer.load(path)
     lengths = documents.lengths()
     lines = [f"token shards {path}, documents aligned to {manifest.align}, tokenizer {manifest.tokenizer[:8]}"]
     lines += [*shard_lines(manifest), "lengths of training documents, in tokens:", *_histogram_lines(lengths)]
-    if rows:
-        lines += _row_lines(path, tokenizer, rows, seq_len, block_size)
+    if view.rows:
+        lines += _row_lines(path, tokenizer, view)
     else:
         first = tokenizer.pieces(documents.document(0)[:SHOWN_TOKENS].tolist())
         lines.append("first document: " + "|".join(first))
-    if histogram is not None:
-        _draw_histogram(lengths, histogram)
-        lines.append(f"wrote {histogram}")
-    if verify:
+    if picture is not None:
+        _draw_histogram(lengths, picture)
+        lines.append(f"wrote {picture}")
+    if view.verify:
         verify_shards(path, manifest)
         lines.append("all hashes are right")
     return "\n".join(lines)
@@ -120,7 +118,7 @@ def _draw_histogram(lengths: NDArray[np.int64], target: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise FredaError("drawing needs the package matplotlib; pip install 'freda[plot]'") from None
+        raise missing_package("matplotlib", "plot") from None
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.hist(lengths, bins=np.geomspace(lengths.min(), lengths.max() + 1, 60).tolist())
@@ -128,19 +126,17 @@ def _draw_histogram(lengths: NDArray[np.int64], target: Path) -> None:
     figure.savefig(target)
 
 
-def _row_lines(path: Path, tokenizer: Tokenizer, rows: int, seq_len: int, block_size: int) -> list[str]:
+def _row_lines(path: Path, tokenizer: Tokenizer, view: ShardView) -> list[str]:
     """Packed rows as text: ‖ begins a document, | begins a block, · is padding."""
-    loader = Loader(path, "train", seq_len=seq_len, seed=0)
-    lines = [
-        f"{loader.rows:,} rows of {seq_len}, {100 * loader.fullness:.2f}% full; ‖ document, | block of {block_size}"
-    ]
-    for number in range(min(rows, loader.rows)):
+    size = view.block_size
+    loader = Loader(path, "train", seq_len=view.seq_len, seed=0)
+    full = f"{100 * loader.fullness:.2f}% full"
+    lines = [f"{loader.rows:,} rows of {view.seq_len}, {full}; ‖ document, | block of {size}"]
+    for number in range(min(view.rows, loader.rows)):
         batch = loader.batch(number, 1)
         pieces = tokenizer.pieces(batch.tokens[0].tolist())
         cells = zip(pieces, batch.document[0].tolist(), batch.position[0].tolist(), strict=True)
-        text = "".join(
-            "·" if document < 0 else _border(position, block_size) + piece for piece, document, position in cells
-        )
+        text = "".join("·" if document < 0 else _border(position, size) + piece for piece, document, position in cells)
         lines += [f"row {number}", text]
     return lines
 

@@ -20,9 +20,9 @@ from freda.errors import FredaError, require
 NAMED = ("source", "benchmark", "system")  # sections of many tables, each with a name of the user's: [source.math]
 
 
-def knob(default: Any, help: str) -> Any:
-    """A config field: its default and the one line that documents it."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def knob(default: Any, help: str, *, stored: bool = False) -> Any:
+    """A config field: its default and the one line that documents it. `stored` settings are kept in model folders."""
+    return dataclasses.field(default=default, metadata={"help": help, "stored": stored})
 
 
 def read_tables(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
@@ -117,7 +117,8 @@ def _parse_value(text: str) -> Any:
 
 def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
     """A dataclass from a table; `where` is the table's name with a dot behind, or empty for the whole file."""
-    hints = typing.get_type_hints(kind)
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}
+    hints = {key: hint for key, hint in typing.get_type_hints(kind).items() if key in fields}
     for key in values:
         if key not in hints:
             raise FredaError(_unknown_key(where, key, hints))
@@ -142,6 +143,8 @@ def _section(kind: type, values: Any, name: str) -> Any:
     """One section as its dataclass. Sections that carry a name of the user's say it in their errors."""
     if not isinstance(values, Mapping):
         raise FredaError(f"{name} is {values!r}; it is a section: write [{name}] and keys below it")
+    if hasattr(kind, "variant"):  # a key of the section says which class it is
+        kind, values = kind.variant(values)
     if name.partition(".")[0] not in NAMED:
         return build(kind, values, f"{name}.")
     try:

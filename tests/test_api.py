@@ -6,25 +6,28 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import freda
 from freda.cli import run
 from freda.decode.api import Completion, Model
+from freda.decode.config import EngineConfig
+from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.request import Pass, Request
 from freda.errors import FredaError
-from freda.methods import METHODS
-from freda.model.weights import load_model, save_model
-from tests.conftest import answering_model
+from freda.folders.model_folder import load_model, save_model
+from freda.model.device import pick_dtype
+from freda.model.parts import Parts
+from tests.helpers import PlainBackend, answering_model
 
 PROMPTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "", "a longer prompt that says nothing at all, but goes on"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, tokenizer, method, _ = answering_model([*PROMPTS, "The answer is 3."] * 20, seed=4)
     out = tmp_path_factory.mktemp("model") / "model"
-    save_model(out, model, tokenizer, method, stage="test")
+    save_model(out, answering_model([*PROMPTS, "The answer is 3."] * 20, seed=4))
     return out
 
 
@@ -36,8 +39,7 @@ def model(folder: Path) -> Model:
 def expected(folder: Path, prompt: str, **settings: object) -> list[int]:
     loaded = load_model(folder)
     request = Request(prompt=loaded.tokenizer.encode(prompt), **settings)  # type: ignore[arg-type]
-    rule, stop_ids = METHODS["self-refine"], loaded.tokenizer.stop_ids
-    return generate(loaded.model, rule, loaded.method, [request], stop_ids=stop_ids)[0].tokens
+    return generate(loaded.parts, loaded.method, [request], stop_ids=loaded.tokenizer.stop_ids)[0].tokens
 
 
 def test_prompts_alone_and_side_by_side(folder: Path, model: Model) -> None:
@@ -102,6 +104,45 @@ def test_loading(folder: Path, tmp_path: Path) -> None:
         freda.load(folder, dtype="float8")
     with pytest.raises(FredaError, match="there is no model"):
         freda.load(tmp_path / "nowhere")
+
+
+def test_precision_follows_the_device(model: Model) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert (pick_dtype("auto", cpu), pick_dtype("auto", cuda)) == (torch.float32, torch.bfloat16)
+    assert pick_dtype("float32", cuda) == model.loaded.backbone.embed_tokens.weight.dtype == torch.float32
+
+
+def test_an_engine_says_once_why_it_does_without_kernels(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(folder)
+    Engine(loaded)
+    assert capsys.readouterr().err == "", "there are none for a CPU"
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    Engine(loaded, EngineConfig(pages=8, on_device=False))
+    assert capsys.readouterr().err == "", "as asked for"
+    for dtype, words in ((torch.float32, "float32"), (torch.bfloat16, "shape")):
+        made = loaded._replace(parts=Parts(load_model(folder, dtype=dtype).backbone))
+        Engine(made, EngineConfig(pages=8))
+        assert words in capsys.readouterr().err
+    backend = Engine(loaded, EngineConfig(pages=8), PlainBackend)
+    for _ in range(2):
+        backend.submit(Request(prompt=[1, 2], temperature=1.0, max_new_tokens=4))
+    assert capsys.readouterr().err.count("samples") == 1
+
+
+def test_a_base_model_is_not_decoded_by_blocks_without_a_word(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    save_model(base, load_model(folder)._replace(stage="base"))
+    ask = ["generate", str(base), "x", "--max-new-tokens", "2"]
+    for method, warned in (("self-refine", True), ("autoregressive", False)):
+        assert run([*ask, "--method", method]) == 0
+        said = capsys.readouterr().err
+        assert ("never trained" in said and "--method autoregressive" in said) == warned
+    assert run(["generate", str(folder), "x", "--max-new-tokens", "2"]) == 0
+    assert "never trained" not in capsys.readouterr().err
 
 
 def test_the_command_line_takes_the_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import answering_model, tiny_model
-from test_device import PlainMachine
-from test_engine import loaded
 
 from freda.bench import decode
 from freda.bench.hugging_face import borrowed, timed_generate
@@ -23,27 +20,27 @@ from freda.decode.device import Program
 from freda.decode.generate import generate
 from freda.decode.pages import Pages
 from freda.decode.request import Request
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import save_model
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from freda.model.weights import save_model
+from tests.helpers import PlainBackend, answering_model, method, scored, tiny_model
 
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
 
 
-def plain_machine(model: Transformer, pages: Pages, *, int8: bool) -> PlainMachine:
-    return PlainMachine(model, pages)
+def plain_machine(model: Transformer, pages: Pages, *, int8: bool) -> PlainBackend:
+    return PlainBackend(model, pages)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = answering_model(["Tom has 12 apples and buys 7 more.\n"] * 3, 280, seed=3)
     with torch.no_grad():
-        for weight in made.model.layers.parameters():
+        for weight in made.backbone.layers.parameters():
             weight.mul_(8 if weight.dim() > 1 else 1)  # so large that its confidence depends on the text
     folder = tmp_path_factory.mktemp("bench") / "model"
-    save_model(folder, made.model, made.tokenizer, made.method, stage="test")
+    save_model(folder, made)
     return folder
 
 
@@ -181,7 +178,7 @@ def test_no_graph_is_made_while_the_clock_runs(method: str, long: int, monkeypat
     monkeypatch.setattr(Program, "_plain", lambda program, *form: (made.append(form), build(program, *form))[1])
     monkeypatch.setattr(decode, "_warm_up", lambda *given: (warm_up(*given), warm.append(len(made))))
     case = decode.Case(batch=7, context=9, new_tokens=30, passes=3, threshold=0.3, method=method)
-    model = loaded(method)._replace(tokenizer=decode.NoText())
+    model = scored(method)._replace(tokenizer=decode.NoText())
     row = decode._measured(model, case, decode.Limits(1.0, 1.0), print, EngineConfig(on_device=True), profile=False)
     assert row["on_device"] and 0 < warm[0] == len(made)
     assert {form[1] for form in made} == {1024: {False}, 20: {False, True}, 4: {True}}[long]
@@ -200,7 +197,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def greedy(model: Transformer, prompts: list[list[int]], count: int) -> list[list[int]]:
     asked = [Request(prompt=prompt, max_new_tokens=count) for prompt in prompts]
-    made = generate(model, METHODS["autoregressive"], MethodConfig(), asked, stop_ids=[])
+    made = generate(Parts(model), method("autoregressive"), asked, stop_ids=[])
     return [output.tokens for output in made]
 
 
@@ -208,7 +205,6 @@ def greedy(model: Transformer, prompts: list[list[int]], count: int) -> list[lis
 def test_transformers_makes_the_same_text_of_the_same_weights(family: str) -> None:
     pytest.importorskip("transformers")
     model = tiny_model(3, **FAMILIES[family])
-    model.scorer = loaded("best-of-n").model.scorer  # which they have no use for
     with torch.no_grad():
         model.head_weight[model.blank_id] = 0  # which is a token like any other for them
     theirs = borrowed(model)

@@ -12,10 +12,15 @@ import torch
 from freda.bench.rates import about, copy_rate, matmul_rate
 from freda.bench.train import Load, RandomRows, _profile, bench_train, kind_of, make_run
 from freda.cli import run
+from freda.data.loader import Batch
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from freda.methods import METHODS
+from freda.methods.method import Method, Step
+from freda.model.parts import Parts
 from freda.model.shapes import SHAPES
 from freda.train import loop
+from freda.train.flops import visible_pairs
+from tests.helpers import method
 
 
 def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,8 +44,27 @@ def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "| a pass without gradient |" in shown and "| full logits |" in shown and "share of the matmul rate" in shown
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_measured_with_the_passes_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, inner = list[int](), METHODS[name].loss
+
+    def loss(self: Method, parts: Parts, batch: Batch, step: Step) -> torch.Tensor:
+        seen.append(step.passes)
+        return inner(self, parts, batch, step)
+
+    monkeypatch.setattr(METHODS[name], "loss", loss)
+    load = {"seq_len": 32, "rows": 2, "documents": 1, "passes": (4,), "method": name, "activations": 1.0}
+    found = bench_train("tiny", **load, compare=False, profile=False, device="cpu")  # type: ignore[arg-type]
+    (row,) = found["steps"]
+    pieces = seen.count(1)
+    assert row["passes"] == 4 and seen.count(4) >= 4 and set(seen) <= {1, 4}
+    assert bool(pieces) == bool(found["parts"]) == METHODS[name].refines, "only drafts have passes as pieces"
+    expected = METHODS[name]().flops(SHAPES["tiny"], 64, 2 * visible_pairs([32], 4), 4)
+    assert row["tflops"] == pytest.approx(expected / 1e12)
+
+
 def test_random_rows_are_packed_documents() -> None:
-    load = Load(SHAPES["tiny"], 64, 2, 4, (1,), MethodConfig(), 1.0)
+    load = Load(SHAPES["tiny"], 64, 2, 4, (1,), method(), 1.0)
     batch = RandomRows(load, 500).batch(3, 2)
     assert batch.document[0].tolist() == [d for d in range(4) for _ in range(16)]
     assert batch.position[1].tolist() == list(range(16)) * 4 and int(batch.tokens.max()) < 500
@@ -49,11 +73,9 @@ def test_random_rows_are_packed_documents() -> None:
 
 
 def test_a_profile_is_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Load(SHAPES["tiny"], 64, 1, 1, (3,), MethodConfig(passes=3), 1.0)
+    load = Load(SHAPES["tiny"], 64, 1, 1, (3,), method(passes=3), 1.0)
     seen, step = [], loop.take_step
-    monkeypatch.setattr(
-        loop, "take_step", lambda run, number: (seen.append(run.config.method.passes), step(run, number))
-    )
+    monkeypatch.setattr(loop, "take_step", lambda run, number: (seen.append(run.passes), step(run, number)))
     found = _profile(make_run(load, torch.device("cpu"), torch.float32), lambda _: None)
     assert set(seen) == {1} and len(seen) == 2, "one to warm up"
     times = [kernel["ms"] for kernel in found["kernels"]]
@@ -79,7 +101,7 @@ def test_limits_are_measured() -> None:
     ("arguments", "message"),
     [
         ({"shape": "qwen9"}, "there is no shape 'qwen9'; use one of qwen3-0.6b"),
-        ({"method": "best-of-n"}, "the bench trains no best-of-n"),
+        ({"method": "dream"}, "method.name is 'dream'; use one of autoregressive"),
         ({"seq_len": 62}, "2 documents of whole blocks do not fill 62 tokens"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freda.methods.candidates import choose, marginal_cost_beam, sample, subsets
+from freda.methods.candidates import choose, contenders, marginal_cost_beam, sample
 from freda.methods.draft import Candidates, Prediction, Search, start
 
 
@@ -79,9 +80,55 @@ def test_a_second_token_of_probability_zero_is_no_candidate() -> None:
     assert found.ids[found.valid].tolist() == [[0, 1], [0, 101]]
 
 
-def test_the_order_of_subsets_is_fixed() -> None:
-    assert subsets(3, 2) == ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
-    assert len(subsets(4, 9)) == 16
+@functools.cache
+def switches(size: int, most: int) -> torch.Tensor:
+    """Every set of at most `most` of `size` positions, as a mask (S, B)."""
+    sets = itertools.chain.from_iterable(itertools.combinations(range(size), count) for count in range(most + 1))
+    pairs = [(row, place) for row, chosen in enumerate(sets) for place in chosen]
+    mask = torch.zeros(sum(math.comb(size, count) for count in range(most + 1)), size, dtype=torch.bool)
+    mask[tuple(torch.tensor(pairs).T)] = True
+    return mask
+
+
+@pytest.mark.parametrize(("size", "swaps"), [(16, 16), (16, 3), (32, 32), (32, 3), (32, 1)])
+@pytest.mark.parametrize("width", [1, 7, 32])
+def test_beam_of_a_large_block_has_the_cheapest_sets(size: int, swaps: int, width: int) -> None:
+    """A set of k positions has 2^k subsets, none dearer than itself: the 32 cheapest sets have at most 5 positions."""
+    top = top_two(size + width, 3, size)
+    free = torch.rand(3, size, generator=torch.Generator().manual_seed(0)) < torch.tensor([[1.1], [0.7], [0.1]])
+    found = marginal_cost_beam(top, free, width=width, swaps=torch.full((3,), swaps), most_swaps=swaps)
+    cost = top.prob.double().log() - top.second_prob.double().log()
+    every = switches(size, min(swaps, 5))
+    for block in range(3):
+        possible = every[~(every & ~free[block]).any(-1)]
+        cheapest = (possible * cost[block]).sum(-1).sort().values[:width]
+        chosen = found.ids[block][found.valid[block]] >= 100
+        assert len(chosen.unique(dim=0)) == len(chosen) == len(cheapest) == min(width, len(possible))
+        assert not (chosen & ~free[block]).any() and int(chosen.sum(-1).max()) <= swaps
+        torch.testing.assert_close((chosen * cost[block]).sum(-1), cheapest, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "width", "most"), [(4, 16, 4), (5, 9, 5), (7, 20, 3), (8, 32, 8), (6, 1, 6)])
+def test_contenders_are_the_sets_with_fewer_than_width_below_them(size: int, width: int, most: int) -> None:
+    """B is never cheaper than A whatever the costs, if A has no more positions, each at or below one of B's."""
+    sets = list(itertools.chain.from_iterable(itertools.combinations(range(size), count) for count in range(most + 1)))
+
+    def never_dearer(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        pairs = zip(reversed(one), reversed(other), strict=False)
+        return len(one) <= len(other) and all(low <= high for low, high in pairs)
+
+    kept = [chosen for chosen in sets if sum(never_dearer(one, chosen) for one in sets) <= width]
+    assert list(contenders(size, width, most)) == kept
+
+
+def test_the_order_of_contenders_is_fixed() -> None:
+    assert contenders(3, 99, 2) == ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
+    assert len(contenders(4, 99, 9)) == 16
+
+
+def test_a_wide_beam_of_a_large_block_is_found_quickly() -> None:
+    """The widest beam over 64 positions has 2^64 sets to choose from, and looks at a few thousand."""
+    assert 256 <= len(contenders(64, 256, 64)) < 5000
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -23,10 +23,11 @@ from freda.decode.api import Model
 from freda.decode.chat import Chat, messages, talk
 from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from freda.model.weights import save_model
+from tests.helpers import method
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -54,7 +55,7 @@ def write_model(folder: Path, template: str = "", positions: int = 256) -> Path:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
-    save_model(folder, model, tokenizer, MethodConfig(name="self-refine"), stage="test")
+    save_model(folder, LoadedModel(Parts(model), tokenizer, method(), "test"))
     return folder
 
 
@@ -122,6 +123,18 @@ def test_drafts_are_shown_before_the_text(model: Model) -> None:
     assert shown.startswith("block ") and "pass 1" in shown and shown.endswith(f"\n{text}\n")
 
 
+def test_an_answer_says_what_it_cost(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    talk(Chat(model, DecodeConfig(**SHORT)), lines("one?"), io.StringIO(), drafts=False, pause=0)
+    made = model.generate("Q: one?\nA:", **SHORT)
+    said = capsys.readouterr().err
+    assert all(word in said for word in (f"{len(made.tokens)} tokens", f"{made.nfe} forwards", f"{made.tpf:.2f}"))
+
+
+def test_a_system_prompt_needs_a_template(model: Model) -> None:
+    with pytest.raises(FredaError, match="--system"):
+        Chat(model, system="Be brief.")
+
+
 def test_commands(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     chat, out = Chat(model, DecodeConfig(**SHORT)), io.StringIO()
     talk(
@@ -169,6 +182,8 @@ def test_a_template_gets_the_conversation_without_what_is_too_old(tmp_path: Path
 
     model.stream = stream  # type: ignore[method-assign]
     first = "".join(map(str, chat.ask("one?")))
+    list(Chat(model, DecodeConfig(**SHORT), system="Be brief.").ask("one?"))
+    assert asked.pop() == "[system] Be brief.\n[user] one?\n[assistant]"
     assert asked[0] == "[user] one?\n[assistant]"
     list(chat.ask("two?"))
     assert asked[1] == f"[user] one?\n[assistant] {first}\n[user] two?\n[assistant]"

@@ -21,14 +21,14 @@ from safetensors.torch import load_file, save_file
 from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import load_model
 from freda.model.config import ModelConfig
-from freda.model.weights import load_model
+from freda.model.parts import BACKBONE
 from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.ranks import fork, run_ranks
+from tests.helpers import fork, method, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def config(shards: Path, **train: object) -> RunConfig:
     return RunConfig(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(shards), seq_len=64),
-        method=MethodConfig(name="autoregressive"),
+        method=method("autoregressive"),
         train=TrainConfig(**{"save_every": 2, "validation_rows": 4, **settings}),  # type: ignore[arg-type]
     )
 
@@ -62,7 +62,7 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_model(run).model.state_dict()
+    return load_model(run).backbone.state_dict()
 
 
 def assert_bitwise(one: Path, two: Path) -> None:
@@ -159,17 +159,19 @@ def test_the_newest_and_the_best_are_kept(shards: Path, tmp_path: Path, monkeypa
 
 
 def test_files_of_weights_are_about_equal_and_the_scorer_has_its_own() -> None:
-    sizes = {"embed_tokens.weight": 40, **{f"layers.{n}": 10 for n in range(6)}, "norm.weight": 1, "scorer.fuse": 5}
+    backbone = {"embed_tokens.weight": 40, **{f"layers.{n}": 10 for n in range(6)}, "norm.weight": 1}
+    sizes = {**{(BACKBONE, name): size for name, size in backbone.items()}, ("scorer", "fuse"): 5}
     files = checkpoint.weight_files(sizes, 2)
-    assert files["embed_tokens.weight"] == (0, "model-00001-of-00002.safetensors")
-    assert files["layers.0"][0] == 0 and files["layers.5"] == (1, "model-00002-of-00002.safetensors")
-    assert files["scorer.fuse"] == (0, "scorer.safetensors")
+    assert files[BACKBONE, "embed_tokens.weight"] == (0, "model-00001-of-00002.safetensors")
+    assert files[BACKBONE, "layers.0"][0] == 0
+    assert files[BACKBONE, "layers.5"] == (1, "model-00002-of-00002.safetensors")
+    assert files["scorer", "fuse"] == (0, "scorer.safetensors")
     assert {file for _, file in checkpoint.weight_files(sizes, 1).values()} == {
         "model.safetensors",
         "scorer.safetensors",
     }
-    few = checkpoint.weight_files({"embed_tokens.weight": 98, "norm.weight": 1, "last": 1}, 8)
-    assert few["last"] == (7, "model-00002-of-00002.safetensors"), "ranks without a weight have no file"
+    few = checkpoint.weight_files({(BACKBONE, name): size for name, size in (("e", 98), ("norm", 1), ("last", 1))}, 8)
+    assert few[BACKBONE, "last"] == (7, "model-00002-of-00002.safetensors"), "ranks without a weight have no file"
 
 
 def test_many_files_of_moments(shards: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +216,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     (run / "checkpoints" / "step-9.part").mkdir()  # left by a process that was killed
     assert resume(run).step == 6
     said = capsys.readouterr().err
-    assert f"{run / 'checkpoints' / 'step-6'} is damaged ({name}" in said and "going on from" in said
+    assert f"{run / 'checkpoints' / 'step-6'} is damaged ({name}" in said and "step-4" in said
     kept = {path.name for path in (run / "checkpoints").iterdir()}
     assert "step-6.damaged" in kept and "step-9.part" not in kept
     assert_bitwise(whole, run)
@@ -240,6 +242,74 @@ def test_a_checkpoint_of_an_older_freda_is_still_a_model(whole: Path, tmp_path: 
     assert load_model(run).method.name == "autoregressive"
     with pytest.raises(FredaError, match=r"older freda and cannot be resumed from; start a new run with train.init="):
         resume(run)
+
+
+SECTIONS_OF_0_1 = """[corpus]
+problems = 20000
+carry = true
+
+[mini]
+documents = 4000000
+math_distractors = 0.3
+
+[prepare]
+tokenizer = ""
+validation_share = 0.005
+
+[decontaminate]
+ngram = 13
+
+"""
+METHOD_OF_0_1 = """
+block_size = 4
+passes = 2
+feedback = "soft"
+rescale = false
+committed_hard = false
+drafts = "greedy"
+replacement = "iid"
+replacement_start = 0.3
+replacement_end = 0.1
+negatives = "sampled"
+num_negatives = 4
+scorer_layer = false
+noise_min = 0.001
+noise_max = 1.0
+"""
+
+
+def as_written_by_0_1(run: Path) -> None:
+    """Every method had all settings; a config had the sections of `freda prepare`, a model the passes of training."""
+    text = (run / "config.toml").read_text()
+    head, rest = text.split("[method]\n")
+    name, train = rest.partition("\n")[0], rest[rest.index("[train]") :]
+    (run / "config.toml").write_text(f"{SECTIONS_OF_0_1}{head}[method]\n{name}{METHOD_OF_0_1}\n{train}")
+    for folder in (run / "checkpoints").iterdir():
+        values = json.loads((folder / "config.json").read_text())
+        more = {"passes": 2, "feedback": "soft", "rescale": False, "committed_hard": False}
+        (folder / "config.json").write_text(json.dumps({**values, "freda": {**values["freda"], **more}}))
+        sums = json.loads((folder / "checksums.json").read_text())
+        sums |= checkpoint.checksums(folder, [folder / "config.json"])
+        (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine", "best-of-n"])
+def test_a_run_of_version_0_1_is_resumed(name: str, shards: Path, whole: Path, tmp_path: Path) -> None:
+    settings, one, two = config(shards), tmp_path / "one", tmp_path / "two"
+    if name == "best-of-n":
+        base = replace(settings, method=method(passes=2), train=replace(settings.train, steps=1))
+        init = str(loop.train(base, tmp_path / "base").checkpoint)
+        settings = replace(settings, model=ModelConfig(), train=replace(settings.train, init=init))
+    own = {"passes": 2} if name in ("self-refine", "best-of-n") else {}
+    loop.train(replace(settings, method=method(name, **own)), one)
+    shutil.copytree(one, two)
+    shutil.rmtree(two / "checkpoints" / "step-6")
+    (two / "latest").write_text("step-4\n")
+    as_written_by_0_1(two)
+    assert "[mini]" in (two / "config.toml").read_text() and load_model(two).method.name == name
+    assert loop.resume_run(two) == loop.resume_run(one) and resume(two).step == 6
+    assert_bitwise(one, two)
+    assert load_model(two).method == load_model(one).method
 
 
 def test_no_file_is_a_pickle(whole: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from freda.cli import run
-from freda.data.config import CorpusConfig
+from freda.data.config import load_prepare
 from freda.data.tokenizer import BLANK_TEXT, train_tokenizer
 from freda.model.config import ModelConfig
 from freda.train import config as configs
@@ -23,13 +24,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards (`data`), a config and a run, made by the commands themselves."""
     root = tmp_path_factory.mktemp("cli")
     config = RunConfig(
-        corpus=CorpusConfig(problems=100, validation_problems=8, vocab_size=300),
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(root / "data"), seq_len=96),
         train=TrainConfig(steps=4, batch_rows=2, group_rows=2, lr=1e-3, warmup_steps=1, validation_rows=2),
     )
     (root / "run.toml").write_text(configs.dump(config))
-    assert run(["prepare", str(root / "run.toml"), str(root / "data")]) == 0
+    (root / "corpus.toml").write_text("[corpus]\nproblems = 100\nvalidation_problems = 8\nvocab_size = 300\n")
+    assert run(["prepare", str(root / "corpus.toml"), str(root / "data")]) == 0
     assert run(["train", str(root / "run.toml"), "--out", str(root / "run"), "--set", "train.save_every=2"]) == 0
     return root
 
@@ -99,12 +100,14 @@ def test_bad_input_of_generate(trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert "max_new_tokens is 100000000" in fails(capsys, "generate", folder, "x", "--max-new-tokens", "100000000")
     assert "there is no dtype 'int8'" in fails(capsys, "generate", folder, "x", "--dtype", "int8")
     assert "there is no device 'tpu'" in fails(capsys, "generate", folder, "x", "--device", "tpu")
+    for extra in ((), ("--reference",)):  # the model has 4,096 positions
+        assert "the limit is 4096" in fails(capsys, "generate", folder, "one two " * 4000, *extra)
 
 
 def test_bad_input_of_train(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = trained / "run.toml", tmp_path / "new"
     assert "give a config and --out" in fails(capsys, "train", config)
-    assert "leave --set and --out away" in fails(capsys, "train", "--resume", trained / "run", "--out", out)
+    assert "omit --out" in fails(capsys, "train", "--resume", trained / "run", "--out", out)
     assert "is not empty" in fails(capsys, "train", config, "--out", trained / "run")
     assert "did you mean 'train.lr'" in fails(capsys, "train", config, "--out", out, "--set", "train.lrr=1")
     assert "seq_len 100 is not a multiple of the shards' align 8; use 96 or 104" in fails(
@@ -113,7 +116,7 @@ def test_bad_input_of_train(trained: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_place_that_cannot_be_written_is_one_line(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = fails(capsys, "prepare", trained / "run.toml", "/proc/nothing/data")
+    message = fails(capsys, "prepare", trained / "corpus.toml", "/proc/nothing/data")
     assert "No such file or directory: /proc/nothing" in message
 
 
@@ -185,9 +188,17 @@ def test_prepare_and_inspect(corpus: Path, capsys: pytest.CaptureFixture[str]) -
     picture = corpus / "lengths.png"
     shown = ["--rows", "2", "--seq-len", "64", "--histogram", str(picture), "--verify"]
     assert run(["inspect", str(corpus / "out"), *shown]) == 0
-    text = capsys.readouterr().out
-    assert "‖Story" in text.replace(" ", "").replace("‖S|tory", "‖Story") or "‖" in text
-    assert ("up to       64" in text and "all hashes are right" in text and "100.0" in text) or "% full" in text
+    lines = capsys.readouterr().out.splitlines()
+    held = re.search(r"^train: (\d+) documents, ([\d,]+) tokens$", written.out, re.M)
+    packed = re.search(r"^(\d+) rows of 64, ([\d.]+)% full;", "\n".join(lines), re.M)
+    assert held is not None and packed is not None
+    documents, tokens = int(held[1]), int(held[2].replace(",", ""))
+    counts = {int(found[1]): int(found[2]) for line in lines if (found := re.match(r" +up to +(\d+) +(\d+) █+$", line))}
+    assert counts.keys() == {16, 32, 64} and sum(counts.values()) == documents
+    assert float(packed[2]) == round(100 * tokens / (64 * int(packed[1])), 2)
+    rows = [lines[lines.index(f"row {number}") + 1] for number in range(2)]
+    assert all(row.startswith("‖") and row.replace("|", "").count("‖Story ") == row.count("‖") for row in rows)
+    assert lines[-2:] == [f"wrote {picture}", "all hashes are right"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     for size in ("2", "8"):
         assert run(["inspect", str(corpus / "out"), "--rows", "1", "--seq-len", "64", "--block-size", size]) == 0
@@ -210,7 +221,7 @@ def test_prepare_says_what_is_wrong(corpus: Path, capsys: pytest.CaptureFixture[
         (("--set", "source.stories.share=-1"), "source.stories: share is -1.0; use a positive number"),
         (("--set", "source.a/b.path=x"), "[source.a/b] has a name that is no file name"),
         (("--set", "prepare.tokenizer=nowhere"), "there is no folder"),
-        (("--set", "prepare.eos=<end>"), "it has no token '<end>', which is to end documents"),
+        (("--set", "prepare.eos=<end>"), "no token '<end>'"),
         (("--workers", "-1"), "workers is -1; use 1 or more, or 0 for one per core"),
     ):
         assert message in fails(capsys, "prepare", config, out, *data, *arguments)
@@ -237,7 +248,7 @@ def test_bench_data(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_shipped_data_configs_are_the_papers_mixture() -> None:
     for name in ("data-paper", "data-mini"):
-        config = configs.load(Path(__file__).parent.parent / "configs" / f"{name}.toml")
+        config = load_prepare(Path(__file__).parent.parent / "configs" / f"{name}.toml")
         shares = sorted(source.share for source in config.source.values())
         assert sum(shares) == pytest.approx(1.0) and {0.36, 0.22, 0.02} <= set(shares)
         assert {"gsm8k", "math500", "humaneval", "mmlu"} <= config.benchmark.keys()

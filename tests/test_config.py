@@ -63,7 +63,7 @@ def test_errors_name_the_value_and_the_way_out(text: str, message: str, tmp_path
 
 @pytest.mark.parametrize("override", ["train.lr", "lr=3", "=", "train.=1"])
 def test_malformed_overrides(override: str) -> None:
-    with pytest.raises(FredaError, match=r"--set limits section.key=value"):
+    with pytest.raises(FredaError, match=r"--set wants section.key=value"):
         configs.load(None, [override])
 
 

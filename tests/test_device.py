@@ -3,113 +3,79 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, tiny_model
-from test_engine import ALL, SMALL, Letters, alone, loaded, prompts, settings_of
 from torch import Tensor
 
 from freda.decode import device
-from freda.decode.batch import Batch
+from freda.decode.batch import RequestBatch
 from freda.decode.config import EngineConfig
-from freda.decode.device import DeviceBatch, ForwardBackend, Report, prefill, stays_on_device
+from freda.decode.device import DeviceBatch, ForwardBackend, prefill
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.pages import PagedCache, Pages
 from freda.decode.request import Event, Pass, Request, Sequence
-from freda.decode.shapes import BlockTable, ForwardShape
+from freda.folders.model_folder import LoadedModel
 from freda.methods import METHODS
-from freda.methods.config import MethodConfig
-from freda.methods.draft import Prediction, predict, soft_embedding
-from freda.model.attention import make_mask
-from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.parts import Parts
+from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
+from tests.helpers import (
+    EOS,
+    Letters,
+    PlainBackend,
+    alone,
+    method,
+    mixed_settings,
+    random_prompts,
+    scored,
+    tiny_model,
+)
 
+ALL = tuple(METHODS)
+SMALL = EngineConfig(max_batch=3, page_size=8, pages=40, prefill=24)
 GREEDY = {"temperature": 0.0, "candidates": "beam"}
-
-
-class PlainMachine:
-    """The forwards of `PackedModel` by the Transformer itself."""
-
-    def __init__(self, model: Transformer, pages: Pages) -> None:
-        self.model, self.pages = model, pages
-
-    def buffers(self, requests: int, rows: ForwardShape, long: bool) -> dict[str, Tensor]:
-        return {}
-
-    def run(
-        self, given: tuple[Tensor, Tensor], texts: BlockTable, rows: ForwardShape, buffers: dict[str, Tensor]
-    ) -> None:
-        count, block = len(texts.stored), rows.block
-        ids, alpha = (part.view(count, rows.tokens) for part in given)
-        place = torch.arange(rows.tokens, device=ids.device)
-        further = torch.where(place < rows.commit, place, texts.pending[:, None] + (place - rows.commit) % block)
-        position = texts.stored[:, None] + further
-        text, draft = position[:, : rows.commit], position[:, rows.commit :]
-        real = (texts.pending > 0)[:, None].expand_as(text)
-        tokens = clean_tokens(torch.where(real, 0, -1), text, block)
-        if rows.drafts:
-            candidate = ((place - rows.commit) // block)[rows.commit :].expand_as(draft)
-            tokens = concat(tokens, draft_tokens(torch.zeros_like(draft), draft, block, candidate))
-        cache = PagedCache(self.pages, texts.table.tolist(), texts.stored.tolist())
-        mask = make_mask(tokens, concat(cache.tokens(block), tokens), "sdpa")
-        out = self.model(soft_embedding(self.model, ids, alpha), position, mask, cache.past())
-        cache.write(out.new, text, real)
-        buffers["hidden"] = out.hidden.flatten(0, 1)
-
-    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
-        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        tokens = clean_tokens(torch.zeros_like(place), place, block_size)
-        out = self.model(self.model.embed_tokens(ids), place, make_mask(tokens, tokens, "sdpa"))
-        cache = PagedCache(self.pages, table.tolist(), [0] * len(ids))
-        cache.write(out.new, place, torch.ones_like(place, dtype=torch.bool))
-
-    def hidden(self, buffers: dict[str, Tensor]) -> Tensor:
-        return buffers["hidden"]
-
-    def predict(self, tokens: Tensor, buffers: dict[str, Tensor]) -> Prediction:
-        return predict(self.model.logits(buffers["hidden"][tokens]), runner_up=True)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_request_is_what_generate_makes_of_it_alone(name: str) -> None:
     """Fourteen requests with settings of their own through five places: they enter, leave, are filled up to eight."""
-    model = loaded(name)
+    model = scored(name)
     config = EngineConfig(max_batch=5, page_size=8, pages=60, prefill=24)
-    asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(14, seed=2))]
-    engine = Engine(model, config, PlainMachine)
+    asked = [Request(prompt=p, **(mixed_settings(n) | GREEDY)) for n, p in enumerate(random_prompts(14, seed=2))]
+    engine = Engine(model, config, PlainBackend)
     outputs = engine.run(asked)
     assert {type(batch) for batch in engine.batches.values()} == {DeviceBatch}
     for request, output in zip(asked, outputs, strict=True):
-        assert (output.tokens, output.nfe, output.finish) == alone(model, request, name)
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request)
 
 
 def test_requests_by_chance_go_the_plain_way_beside() -> None:
-    model = loaded("best-of-n")
-    engine = Engine(model, SMALL, PlainMachine)
-    asked = [Request(prompt=p, **settings_of(n)) for n, p in enumerate(prompts(12))]
+    model = scored("best-of-n")
+    engine = Engine(model, SMALL, PlainBackend)
+    asked = [Request(prompt=p, **mixed_settings(n)) for n, p in enumerate(random_prompts(12))]
     outputs = engine.run(asked)
-    assert {kind for kind in engine.batches} == {("best-of-n", True), ("best-of-n", False)}
+    assert {(kind.name, on_device) for kind, on_device in engine.batches} == {("best-of-n", True), ("best-of-n", False)}
     for request, output in zip(asked, outputs, strict=True):
-        assert (output.tokens, output.nfe, output.finish) == alone(model, request, "best-of-n")
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request)
 
 
 @pytest.mark.parametrize("name", ["self-refine", "best-of-n"])
 def test_a_watched_request_leaves_the_others_on_the_device(name: str) -> None:
     """It runs in a plain batch of its own, and shows every pass; nothing else changes."""
-    model = loaded(name)
-    asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(4, seed=3))]
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
+    model = scored(name)
+    asked = [Request(prompt=p, **(mixed_settings(n) | GREEDY)) for n, p in enumerate(random_prompts(4, seed=3))]
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainBackend)
     handles = [engine.submit(replace(request, watch=n == 1)) for n, request in enumerate(asked)]
     filed = [list(handle) for handle in handles]
-    assert {kind for kind in engine.batches} == {(name, True), (name, False)}
+    assert {(kind.name, on_device) for kind, on_device in engine.batches} == {(name, True), (name, False)}
     for n, (handle, request) in enumerate(zip(handles, asked, strict=True)):
         output = handle.result()
-        assert (output.tokens, output.nfe, output.finish) == alone(model, request, name)
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request)
         assert sum(isinstance(one, Pass) for one in filed[n]) == (output.nfe if n == 1 else 0)
 
 
@@ -118,19 +84,24 @@ def test_passes_go_ahead_of_their_reports_but_not_past_the_end(monkeypatch: pyte
     """The next pass starts before the report of the last is read, and none is made in vain; none of many tokens."""
     monkeypatch.setattr(device, "MOST_AHEAD", most)  # of a request's block to commit and its draft: 4 + 4
     started, read = [0], []
-    run, tell = PlainMachine.run, Report.read
-    monkeypatch.setattr(PlainMachine, "run", lambda *given: (started.__setitem__(0, started[0] + 1), run(*given))[1])
-    monkeypatch.setattr(Report, "read", lambda report: (read.append(started[0]), tell(report))[1])
-    model = loaded("self-refine")
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
-    output = engine.run([Request(prompt=prompts(1)[0], max_new_tokens=24, passes=2, threshold=2.0)])[0]
+    run, send = PlainBackend.run, device._sent
+    monkeypatch.setattr(PlainBackend, "run", lambda *given: (started.__setitem__(0, started[0] + 1), run(*given))[1])
+
+    def sent(report: Tensor) -> Callable[[], list[list[int]]]:
+        told = send(report)
+        return lambda: (read.append(started[0]), told())[1]
+
+    monkeypatch.setattr(device, "_sent", sent)
+    model = scored("self-refine")
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainBackend)
+    output = engine.run([Request(prompt=random_prompts(1)[0], max_new_tokens=24, passes=2, threshold=2.0)])[0]
     assert len(output.tokens) == 24 and started[0] == output.nfe == len(read)
     ahead = [begun - number for number, begun in enumerate(read, 1)].count(1)
     assert ahead >= output.nfe - 4 if most == 8 else ahead == 0
 
 
 def test_tables_are_filled_up_with_the_spare_page() -> None:
-    pages = Pages(loaded().model, 10, 8)
+    pages = Pages(scored().backbone, 10, 8)
     spare = pages.spare
     found = PagedCache(pages, [[3], [0, 1]], [0, 0]).table(3, 3)
     assert found.tolist() == [[3, spare, spare], [0, 1, spare], [spare] * 3] and found.dtype == torch.int32
@@ -139,40 +110,40 @@ def test_tables_are_filled_up_with_the_spare_page() -> None:
 def test_padding_commits_nothing() -> None:
     """Nobody ends it: where it is surer than the requests beside it, its text would outgrow its table. A request that
     takes its place does commit."""
-    model = loaded()
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
-    asked = [Request(prompt=prompt, max_new_tokens=20, passes=2) for prompt in prompts(4, seed=9)]
+    model = scored()
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainBackend)
+    asked = [Request(prompt=prompt, max_new_tokens=20, passes=2) for prompt in random_prompts(4, seed=9)]
     handles = [engine.submit(request) for request in asked[:3]]
     for _ in range(6):
         engine.step()
     ((key, program),) = engine._programs.items()
-    assert key[1] == 4 and program.state.texts.stored[:3].min() > 0
-    assert program.state.texts.stored[3] == program.state.texts.pending[3] == 0
+    assert key[1] == 4 and program.held[1].stored[:3].min() > 0
+    assert program.held[1].stored[3] == program.held[1].pending[3] == 0
     assert all(handle.result().finish for handle in handles)
-    assert [output.tokens for output in engine.run(asked)] == [alone(model, one, "self-refine")[0] for one in asked]
+    assert [output.tokens for output in engine.run(asked)] == [alone(model, one)[0] for one in asked]
 
 
 def test_more_requests_than_the_largest_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "BUCKETS", (1, 2))
-    model = loaded()
-    engine = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60), PlainMachine)
-    asked = [Request(prompt=prompt, max_new_tokens=8) for prompt in prompts(3)]
-    assert [output.tokens for output in engine.run(asked)] == [alone(model, one, "self-refine")[0] for one in asked]
+    model = scored()
+    engine = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60), PlainBackend)
+    asked = [Request(prompt=prompt, max_new_tokens=8) for prompt in random_prompts(3)]
+    assert [output.tokens for output in engine.run(asked)] == [alone(model, one)[0] for one in asked]
     assert {size for _, size, _ in engine._programs} >= {64}
 
 
 def test_one_request_of_many_candidates() -> None:
     """After its first pass, which has one, the next has all."""
-    model = loaded("best-of-n")
-    asked = [Request(prompt=p, max_new_tokens=12, threshold=2.0, width=4, tau=2.0) for p in prompts(6, seed=1)]
+    model = scored("best-of-n")
+    asked = [Request(prompt=p, max_new_tokens=12, threshold=2.0, width=4, tau=2.0) for p in random_prompts(6, seed=1)]
     for request in asked:
-        output = Engine(model, SMALL, PlainMachine).run([request])[0]
-        assert (output.tokens, output.nfe, output.finish) == alone(model, request, "best-of-n")
+        output = Engine(model, SMALL, PlainBackend).run([request])[0]
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request)
 
 
 def test_nothing_of_an_engine_stays_when_nobody_needs_it() -> None:
     """Not even until the garbage collector comes: the next engine limits its memory."""
-    engine = Engine(loaded(), SMALL, PlainMachine)
+    engine = Engine(scored(), SMALL, PlainBackend)
     engine.run([Request(prompt=[1, 2, 3], max_new_tokens=8)])
     pages = weakref.ref(engine.pages)
     del engine
@@ -180,9 +151,9 @@ def test_nothing_of_an_engine_stays_when_nobody_needs_it() -> None:
 
 
 def test_cancelling_disturbs_nobody() -> None:
-    model = loaded()
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainMachine)
-    asked = [Request(prompt=p, max_new_tokens=20, threshold=0.5) for p in prompts(4, seed=9)]
+    model = scored()
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainBackend)
+    asked = [Request(prompt=p, max_new_tokens=20, threshold=0.5) for p in random_prompts(4, seed=9)]
     handles = [engine.submit(request) for request in asked]
     for _ in range(3):
         engine.step()
@@ -190,62 +161,65 @@ def test_cancelling_disturbs_nobody() -> None:
     for handle, request in zip(handles, asked, strict=True):
         output = handle.result()
         if handle is not handles[1]:
-            assert (output.tokens, output.nfe) == alone(model, request, "self-refine")[:2]
+            assert (output.tokens, output.nfe) == alone(model, request)[:2]
 
 
 def test_damaged_weights_end_the_request_with_an_error() -> None:
-    model = loaded()
+    model = scored()
     with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
-    engine = Engine(model, SMALL, PlainMachine)
+        model.backbone.norm.weight.fill_(float("nan"))
+    engine = Engine(model, SMALL, PlainBackend)
     events = list(engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=8)))
     assert [event.finish for event in events if isinstance(event, Event)] == ["error"] and not engine.busy
 
 
 def test_it_can_be_left_out() -> None:
-    model = loaded()
-    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20, on_device=False), PlainMachine)
+    model = scored()
+    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20, on_device=False), PlainBackend)
     engine.run([Request(prompt=[1, 2], max_new_tokens=4)])
     assert not any(isinstance(batch, DeviceBatch) for batch in engine.batches.values())
 
 
 def test_the_padding_of_a_short_prompt_goes_to_the_spare_page() -> None:
     """It would be written over another's text otherwise."""
-    model, tables = loaded(), list[list[list[int]]]()
-    pages = Pages(model.model, 10, 8)
+    model, tables = scored(), list[list[list[int]]]()
+    pages = Pages(model.backbone, 10, 8)
 
-    class Recorder(PlainMachine):
+    class Recorder(PlainBackend):
         def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
             tables.append(table.tolist())
 
     texts = [Sequence(0, Request(prompt=[1] * 8), 4), Sequence(1, Request(prompt=[2] * 32), 4)]
-    prefill(Recorder(model.model, pages), PagedCache(pages, [[3], [0, 1, 2, 4]], [0, 0]), texts, 4, 0, 64)
+    prefill(Recorder(model.backbone, pages), PagedCache(pages, [[3], [0, 1, 2, 4]], [0, 0]), texts, 4, 0, 64)
     assert tables == [[[3, pages.spare, pages.spare, pages.spare], [0, 1, 2, 4]]]
     assert [text.stored for text in texts] == [8, 32]
 
 
 def test_what_does_not_stay_on_the_device() -> None:
-    plain, config = Request(prompt=[1]), MethodConfig()
-    assert stays_on_device(loaded().model, config, plain)
-    assert not stays_on_device(loaded(last_layer=True).model, config, plain)
-    assert not stays_on_device(loaded().model, replace(config, rescale=True), plain)
-    assert not stays_on_device(loaded().model, config, replace(plain, temperature=0.5))
-    assert not stays_on_device(loaded().model, config, replace(plain, candidates="sampled"))
+    plain, parts = Request(prompt=[1]), scored().parts
+    best = method("best-of-n")
+    assert not best.off_device(parts, plain)
+    for rule, given, request in (
+        (best, scored(last_layer=True).parts, plain),
+        (method("best-of-n", rescale=True), parts, plain),
+        (best, parts, replace(plain, temperature=0.5)),
+        (best, parts, replace(plain, candidates="sampled")),
+    ):
+        assert rule.off_device(given, request)
 
 
 # -- on a GPU: kernels and graphs ------------------------------------------------------------------------------------
 
 
 def gpu_model(name: str, dtype: torch.dtype, **shape: Any) -> LoadedModel:
-    from freda.model.scorer import Scorer
-
     sizes = {"dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_dim": 512, "layers": 3, **shape}
     model = tiny_model(**sizes)
-    model.scorer = Scorer(model.config)
-    model.scorer.init_weights(0, model)
-    model = model.to("cuda", dtype)
-    model.inv_freq = model.inv_freq.float()
-    return LoadedModel(model, Letters(), MethodConfig(name=name, block_size=4), "test")  # type: ignore[arg-type]
+    scorer = Scorer(model.config)
+    scorer.init_weights(0, model)
+    for part in (model, scorer):
+        part.to("cuda", dtype)
+        part.inv_freq = part.inv_freq.float()
+    return LoadedModel(Parts(model, scorer), Letters(), method(name, block_size=4), "test")
 
 
 @pytest.mark.gpu
@@ -263,19 +237,22 @@ def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most:
     def machine(model: Transformer, pages: Pages) -> ForwardBackend:
         made = PackedModel(model, pages)
         if dtype == torch.float32:
-            made.prefill = PlainMachine(model, pages).prefill  # type: ignore[method-assign]  # cuDNN has no fp32
+            made.prefill = PlainBackend(model, pages).prefill  # type: ignore[method-assign]  # cuDNN has no fp32
         return made
 
     model = gpu_model(name, dtype)
-    asked = [Request(prompt=p, **(settings_of(n) | GREEDY)) for n, p in enumerate(prompts(64, seed=4))]
-    exact = gpu_model(name, dtype).model.float()
-    wanted = generate(exact, METHODS[name], model.method, asked, stop_ids=[EOS])  # type: ignore[index]
+    asked = [Request(prompt=p, **(mixed_settings(n) | GREEDY)) for n, p in enumerate(random_prompts(64, seed=4))]
+    exact = gpu_model(name, dtype).parts
+    for part in (exact.backbone, exact.scorer):
+        assert part is not None
+        part.float()
+    wanted = generate(exact, model.method, asked, stop_ids=[EOS])
     same = {}
     for on_device in (False, True):
         config = EngineConfig(max_batch=most, page_size=16, pages=300, on_device=on_device)
         engine = Engine(model, config, machine)
         outputs = engine.run(asked)
-        kind = DeviceBatch if on_device else Batch
+        kind = DeviceBatch if on_device else RequestBatch
         assert {type(batch) for batch in engine.batches.values()} == {kind} and engine.pages.available == 300
         same[on_device] = sum(one.tokens == two.tokens for one, two in zip(outputs, wanted, strict=True))
     print(f"{name}, {dtype}: of 64 texts {same[True]} are the same, {same[False]} of the plain engine")

@@ -1,4 +1,4 @@
-"""The documents: what is made from the code is current, what they name exists."""
+"""The documents: what is made from code and results is current, and what they name exists."""
 
 from __future__ import annotations
 
@@ -61,46 +61,48 @@ def test_commands_parse(page: Path) -> None:
             assert all(word in known for word in words if word.startswith("--")), line
 
 
-def test_the_file_tree_of_the_readme_is_complete() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = text[text.index("## The files") :]
+def test_the_file_list_is_complete() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = text[text.index("## The files") :]
     for file in sorted((ROOT / "freda").rglob("*.py")):
         if file.name != "__init__.py":
-            assert file.name in tree, f"{file.relative_to(ROOT)} is not in the README's file tree"
+            assert f"`{file.name}`" in listed, f"{file.relative_to(ROOT)} is not in the list of docs/architecture.md"
 
 
-def test_the_training_page_has_the_numbers_of_its_file() -> None:
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    found = json.loads((ROOT / "results" / "bench-train-h200.json").read_text(encoding="utf-8"))
-    for row in found["steps"]:
-        name, time = f"{row['passes']} pass{'es' * (row['passes'] > 1)}", f"{1e3 * row['seconds']:,.1f}"
-        assert f"| {name} | {time} | {row['tokens_per_s']:,.0f} | {100 * row['share']:.1f}% |" in page
-    for row in found["compare"]:
-        shown = "out of memory" if "error" in row else f"{1e3 * row['seconds']:,.1f}"
-        assert f"| {shown} | " in page or f"({shown} ms, {100 * row['share']:.1f}%)" in page
-    kinds, kernels = found["profile"]["kinds_ms"], {row["name"]: row["ms"] for row in found["profile"]["kernels"]}
-    assert all(f"| {ms:.0f} |\n" in page for ms in kinds.values()) and f"{sum(kinds.values()):.0f} ms of them" in page
-    backward, forward = (next(ms for name, ms in kernels.items() if part in name) for part in ("bprop", "fprop"))
-    added = kernels["_merge"] + kernels["_gradients"]
-    assert f"cuDNN backward {backward:.0f}, forward {forward:.0f}; what a block adds {added:.0f};" in page
+def test_the_numbers_of_the_pages_are_those_of_the_results() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "write_numbers.py"))
+    known, marked = module["blocks"](), []
+    for page in module["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        marked += [found[2] for found in module["MARKED"].finditer(text)]
+        assert text.count("<!-- numbers: ") == text.count("<!-- end -->") == len(module["MARKED"].findall(text))
+        assert module["filled"](text, known) == text, f"{page.name} is out of date; run: make format"
+    assert sorted(marked) == sorted(set(marked)), "a block stands in one place"
+    assert set(marked) == set(known), "every block has its place"
 
 
-def test_the_decoding_page_has_the_numbers_of_its_file() -> None:
-    page = (ROOT / "docs" / "decoding.md").read_text(encoding="utf-8")
-    found = json.loads((ROOT / "results" / "bench-decode-h200.json").read_text(encoding="utf-8"))
-    *runs, compared = found["runs"]
-    for row in (row for run in runs for row in run["rows"]):
-        cells = [row["what"].removeprefix("engine with kernels and graphs, "), row["batch"], f"{row['context']:,}"]
-        cells += [f"{1e3 * row['seconds_per_forward']:.2f}", f"{100 * row['weights_share_of_copy']:.1f}%"]
-        cells += [f"{row[key]:,.0f}" for key in ("tokens_per_s", "tokens_per_s_with_prefill", "prefill_tokens_per_s")]
-        assert f"| {' | '.join(map(str, cells))} | {100 * row['prefill_share_of_matmul']:.1f}% |" in page
-        times = {kernel["name"]: f"{kernel['us']:,.0f}" for kernel in row.get("kernels", [])}
-        if times and row["batch"] == 1 and "self-refine" in row["what"]:
-            assert f"| {times['_skinny']} | {times['_attend_parts']} | {times['_scan']} |" in page
-    for row in compared["rows"]:
-        speeds = [f"{row[key]:,.0f}" if key in row else "–" for key in ("tokens_per_s", "tokens_per_s_with_prefill")]
-        what = row["what"].replace("engine with kernels and graphs", "engine")
-        assert f"| {what} | {row['batch']} | {' | '.join(speeds)} |" in page
+def test_stale_numbers_are_replaced() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "write_numbers.py"))
+    page = "7 before\n<!-- numbers: speed -->\nstale\n| 1 |\n<!-- end -->\n8 after\n"
+    assert module["filled"](page, {"speed": lambda: "| 2 |"}) == (
+        "7 before\n<!-- numbers: speed -->\n| 2 |\n<!-- end -->\n8 after\n"
+    )
+
+
+def test_tables_of_speed_hold_what_was_measured() -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "write_numbers.py"))
+    train, decode = (
+        json.loads((ROOT / "results" / f"bench-{name}-h200.json").read_text(encoding="utf-8"))
+        for name in ("train", "decode")
+    )
+    for row in train["steps"]:
+        cells = (f"{1e3 * row['seconds']:,.1f}", f"{row['tokens_per_s']:,.0f}", f"{100 * row['share']:.1f}%")
+        assert f" | {' | '.join(cells)} |" in module["BLOCKS"]["training/steps"]()
+    assert module["BLOCKS"]["training/compare"]().count("out of memory") == sum("error" in r for r in train["compare"])
+    for run in decode["runs"][:-1]:
+        for row in run["rows"]:
+            cells = (f"{1e3 * row['seconds_per_forward']:.2f}", f"{100 * row['weights_share_of_copy']:.1f}%")
+            assert f" | {' | '.join(cells)} | {row['tokens_per_s']:,.0f} |" in module["BLOCKS"]["decoding/speed"]()
 
 
 def test_decisions_cited_in_the_code_are_written_down() -> None:
@@ -111,8 +113,9 @@ def test_decisions_cited_in_the_code_are_written_down() -> None:
 
 
 def test_versions_agree() -> None:
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
-    assert newest is not None and newest[1] == __version__
+    headings = re.findall(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    released = next(version for version, mark in headings if "unreleased" not in mark)
+    assert __version__ in (headings[0][0], released)
 
 
 def test_configs_are_valid() -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freda.methods import autoregressive, block_diffusion, self_refine
 from freda.methods import draft as draft_module
+from freda.methods.autoregressive import Autoregressive
+from freda.methods.block_diffusion import BlockDiffusion
 from freda.methods.draft import Draft, Prediction, Rules, Sampling, leftmost_run, predict, soft_embedding, start
+from freda.methods.self_refine import SelfRefine
 from freda.model.transformer import Transformer
-from tests.conftest import BLANK, EOS
+from tests.helpers import BLANK, EOS
+
+REFINE, DIFFUSION = SelfRefine(block_size=4), BlockDiffusion(block_size=4)
 
 
 def rules(passes: int = 4, threshold: float = 0.9, count: int = 1) -> Rules:
@@ -33,12 +37,12 @@ def test_leftmost_run_ends_at_the_first_doubt() -> None:
 
 
 def test_self_refine_commits_the_leftmost_run_and_revises_the_rest() -> None:
-    draft = self_refine.update(blank(), prediction([1, 2, 3, 4], [0.95, 0.5, 0.99, 0.99]), rules())
+    draft = REFINE.update(blank(), prediction([1, 2, 3, 4], [0.95, 0.5, 0.99, 0.99]), rules())
     assert draft.committed.tolist() == [[True, False, False, False]] and not draft.closed
-    draft = self_refine.update(draft, prediction([9, 8, 3, 4], [0.4, 0.95, 0.99, 0.99]), rules())
+    draft = REFINE.update(draft, prediction([9, 8, 3, 4], [0.4, 0.95, 0.99, 0.99]), rules())
     assert draft.ids.tolist() == [[9, 8, 3, 4]], "a committed position may still be revised"
     assert not draft.committed.any(), "commitment is recomputed in each pass"
-    draft = self_refine.update(draft, prediction([9, 8, 3, 4], [0.9, 0.95, 0.99, 0.99]), rules())
+    draft = REFINE.update(draft, prediction([9, 8, 3, 4], [0.9, 0.95, 0.99, 0.99]), rules())
     assert draft.closed.item() and draft.passes.item() == 3
 
 
@@ -46,41 +50,41 @@ def test_self_refine_closes_when_passes_are_used_up() -> None:
     draft = blank()
     for _ in range(3):
         assert not draft.closed.item()
-        draft = self_refine.update(draft, prediction([1, 2, 3, 4], [0.1] * 4), rules(passes=3))
+        draft = REFINE.update(draft, prediction([1, 2, 3, 4], [0.1] * 4), rules(passes=3))
     assert draft.closed.item() and draft.ids.tolist() == [[1, 2, 3, 4]]
 
 
 def test_a_stop_token_closes_only_inside_the_committed_run() -> None:
-    sure = self_refine.update(blank(), prediction([1, EOS, 3, 4], [0.95, 0.95, 0.2, 0.2]), rules())
-    unsure = self_refine.update(blank(), prediction([1, EOS, 3, 4], [0.5, 0.95, 0.2, 0.2]), rules())
+    sure = REFINE.update(blank(), prediction([1, EOS, 3, 4], [0.95, 0.95, 0.2, 0.2]), rules())
+    unsure = REFINE.update(blank(), prediction([1, EOS, 3, 4], [0.5, 0.95, 0.2, 0.2]), rules())
     assert sure.closed.item() and not unsure.closed.item()
 
 
 def test_given_tokens_stay_and_do_not_stop() -> None:
-    draft = self_refine.update(blank([7, EOS]), prediction([1, 2, 3, 4], [0.1, 0.1, 0.95, 0.2]), rules())
+    draft = REFINE.update(blank([7, EOS]), prediction([1, 2, 3, 4], [0.1, 0.1, 0.95, 0.2]), rules())
     assert draft.ids.tolist() == [[7, EOS, 3, 4]]
     assert draft.prob[0, :2].tolist() == [1.0, 1.0]
     assert draft.committed.tolist() == [[True, True, True, False]] and not draft.closed.item()
 
 
 def test_a_closed_block_is_left_alone() -> None:
-    closed = self_refine.update(blank(), prediction([1, 2, 3, 4], [0.99] * 4), rules())
-    after = self_refine.update(closed, prediction([5, 6, 7, 8], [0.99] * 4), rules())
+    closed = REFINE.update(blank(), prediction([1, 2, 3, 4], [0.99] * 4), rules())
+    after = REFINE.update(closed, prediction([5, 6, 7, 8], [0.99] * 4), rules())
     assert after.ids.tolist() == [[1, 2, 3, 4]] and after.passes.item() == 1
 
 
 def test_block_diffusion_static_schedule_reveals_the_surest_first() -> None:
     never = rules(passes=2, threshold=2.0)
-    draft = block_diffusion.update(blank(), prediction([1, 2, 3, 4], [0.2, 0.9, 0.1, 0.8]), never)
+    draft = DIFFUSION.update(blank(), prediction([1, 2, 3, 4], [0.2, 0.9, 0.1, 0.8]), never)
     assert draft.ids.tolist() == [[BLANK, 2, BLANK, 4]] and not draft.closed
-    draft = block_diffusion.update(draft, prediction([5, 6, 7, 8], [0.2, 0.99, 0.1, 0.99]), never)
+    draft = DIFFUSION.update(draft, prediction([5, 6, 7, 8], [0.2, 0.99, 0.1, 0.99]), never)
     assert draft.ids.tolist() == [[5, 2, 7, 4]] and draft.closed.item(), "revealed tokens never change"
 
 
 def test_block_diffusion_threshold_reveals_all_that_is_sure_and_at_least_one() -> None:
-    many = block_diffusion.update(blank(), prediction([1, 2, 3, 4], [0.95, 0.95, 0.1, 0.95]), rules())
+    many = DIFFUSION.update(blank(), prediction([1, 2, 3, 4], [0.95, 0.95, 0.1, 0.95]), rules())
     assert many.committed.tolist() == [[True, True, False, True]]
-    one = block_diffusion.update(blank(), prediction([1, 2, 3, 4], [0.2, 0.3, 0.1, 0.25]), rules())
+    one = DIFFUSION.update(blank(), prediction([1, 2, 3, 4], [0.2, 0.3, 0.1, 0.25]), rules())
     assert one.committed.tolist() == [[False, True, False, False]]
 
 
@@ -88,14 +92,14 @@ def test_block_diffusion_static_schedule_with_a_given_head() -> None:
     draft = blank([7])
     counts = []
     for _ in range(2):
-        draft = block_diffusion.update(draft, prediction([1, 2, 3, 4], [0.9, 0.2, 0.1, 0.3]), rules(2, 2.0))
+        draft = DIFFUSION.update(draft, prediction([1, 2, 3, 4], [0.9, 0.2, 0.1, 0.3]), rules(2, 2.0))
         counts.append(int(draft.committed.sum()))
     assert counts == [3, 4] and draft.ids[0, 0] == 7  # three blanks in two passes: two, then one
 
 
 def test_autoregressive_closes_after_one_pass() -> None:
     draft = start(torch.tensor([[0]]), torch.tensor([[False]]), BLANK)
-    draft = autoregressive.update(draft, prediction([5], [0.01]), rules())
+    draft = Autoregressive().update(draft, prediction([5], [0.01]), rules())
     assert draft.closed.item() and draft.ids.item() == 5
 
 

@@ -2,144 +2,83 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, tiny_model
 
-from freda.data.tokenizer import Tokenizer
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
-from freda.decode.generate import generate
 from freda.decode.pages import Pages
 from freda.decode.request import Event, Pass, QueueFull, Request
 from freda.errors import FredaError
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
-from freda.model.scorer import Scorer
-from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
+from tests.helpers import EOS, Letters, alone, mixed_settings, random_prompts, scored
 
 ALL = ("autoregressive", "block-diffusion", "self-refine", "best-of-n")
 SMALL = EngineConfig(max_batch=3, page_size=8, pages=40, prefill=24)
 
 
-class Letters(Tokenizer):
-    """Token n is the n-th letter; EOS is the stop token. Only what the engine uses."""
-
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def stop_ids(self) -> list[int]:  # type: ignore[override]
-        return [EOS]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join("." if token == EOS else chr(ord("a") + token) for token in ids)
-
-
-def loaded(name: str = "self-refine", *, last_layer: bool = False) -> LoadedModel:
-    model: Transformer = tiny_model()
-    scorer = Scorer(model.config, last_layer=last_layer)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in scorer.parameters():
-            if weight.dim() > 1:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
-    model.scorer = scorer
-    return LoadedModel(model, Letters(), MethodConfig(name=name, block_size=4), "test")  # type: ignore[arg-type]
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(EOS) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
-
-
-def settings_of(number: int) -> dict[str, Any]:
-    """Every request another mixture of everything a request may say."""
-    rng = random.Random(number)
-    return {
-        "max_new_tokens": rng.randrange(1, 24),
-        "passes": rng.randrange(1, 5),
-        "threshold": rng.choice([0.2, 0.5, 2.0]),
-        "temperature": rng.choice([0.0, 0.0, 1.0]),
-        "top_p": rng.choice([1.0, 0.7]),
-        "seed": number,
-        "width": rng.randrange(1, 5),
-        "tau": rng.choice([0.0, 0.5, 2.0]),
-        "candidates": rng.choice(["beam", "sampled"]),
-        "select": rng.choice(["argmax", "gumbel"]),
-    }
-
-
-def alone(model: LoadedModel, request: Request, name: str) -> tuple[list[int], int, str]:
-    found = generate(model.model, METHODS[name], model.method, [request], stop_ids=[EOS])[0]  # type: ignore[index]
-    return found.tokens, found.nfe, found.finish
-
-
 @pytest.mark.parametrize(("name", "last_layer"), [*((name, False) for name in ALL), ("best-of-n", True)])
 def test_every_request_is_what_generate_makes_of_it_alone(name: str, last_layer: bool) -> None:
     """Twelve requests with settings of their own, through three places and prompts in pieces."""
-    model = loaded(name, last_layer=last_layer)
-    asked = [Request(prompt=prompt, **settings_of(n)) for n, prompt in enumerate(prompts(12))]
+    model = scored(name, last_layer=last_layer)
+    asked = [Request(prompt=prompt, **mixed_settings(n)) for n, prompt in enumerate(random_prompts(12))]
     outputs = Engine(model, SMALL).run(asked)
     for request, output in zip(asked, outputs, strict=True):
-        assert (output.tokens, output.nfe, output.finish) == alone(model, request, name)
+        assert (output.tokens, output.nfe, output.finish) == alone(model, request)
 
 
 def test_methods_side_by_side() -> None:
-    model = loaded()
+    model = scored()
     engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=100))
-    asked = [Request(prompt=p, method=ALL[n % 4], **settings_of(n)) for n, p in enumerate(prompts(16, seed=5))]
+    asked = [
+        Request(prompt=p, method=ALL[n % 4], **mixed_settings(n)) for n, p in enumerate(random_prompts(16, seed=5))
+    ]
     for request, found in zip(asked, engine.run(asked), strict=True):
-        name = request.method or ""
-        assert (found.tokens, found.nfe, found.finish) == alone(model, request, name), name
+        assert (found.tokens, found.nfe, found.finish) == alone(model, request), request.method
     assert engine.pages.available == 100, "all pages are given back"
 
 
 def test_requests_that_begin_alike_share_pages() -> None:
-    model = loaded()
+    model = scored()
     engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=40))
     begin = [n % EOS for n in range(30)]
     first, second = (Request(prompt=[*begin, *end], max_new_tokens=8) for end in ([1, 2, 3], [4, 5]))
     written: list[int] = []
-    forward = model.model.forward
+    forward = model.backbone.forward
 
     def watched(x: torch.Tensor, *rest: Any) -> Any:
         written.append(x.shape[1])
         return forward(x, *rest)
 
-    model.model.forward = watched  # type: ignore[method-assign]
+    model.backbone.forward = watched  # type: ignore[method-assign]
     outputs = engine.run([first])
     assert max(written) == 32, "the whole blocks of the first prompt"
     written.clear()
     outputs += engine.run([second])
     assert max(written) == 8, "three pages of eight are known; eight tokens are left"
-    model.model.forward = forward  # type: ignore[method-assign]
+    model.backbone.forward = forward  # type: ignore[method-assign]
     for request, output in zip((first, second), outputs, strict=True):
-        assert output.tokens == alone(model, request, "self-refine")[0]
+        assert output.tokens == alone(model, request)[0]
     # Block-causal pages are not the causal ones.
     causal = engine.submit(replace(first, method="autoregressive")).result()
-    assert causal.tokens == alone(model, first, "autoregressive")[0]
+    assert causal.tokens == alone(model, replace(first, method="autoregressive"))[0]
 
 
 def test_what_many_share_is_computed_once() -> None:
     """Five questions behind the same three pages, asked at once."""
-    model = loaded()
+    model = scored()
     engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=80, prefill=400))
     asked = [Request(prompt=[*range(24), n, n + 1, n + 2, n + 3], max_new_tokens=6) for n in range(5)]
     stored: list[int] = []
-    forward = model.model.forward
+    forward = model.backbone.forward
 
     def watched(x: torch.Tensor, *rest: Any) -> Any:
         stored.append(x.shape[0] * x.shape[1])
         return forward(x, *rest)
 
-    model.model.forward = watched  # type: ignore[method-assign]
+    model.backbone.forward = watched  # type: ignore[method-assign]
     handles = [engine.submit(request) for request in asked]
     engine.step()
     assert len(engine.running) == 1 and stored[0] == 28, "the first alone"
@@ -147,28 +86,28 @@ def test_what_many_share_is_computed_once() -> None:
     engine.step()
     assert len(engine.running) == 5 and stored[0] == 4 * 4, "the others only what is theirs"
     outputs = [handle.result() for handle in handles]
-    model.model.forward = forward  # type: ignore[method-assign]
+    model.backbone.forward = forward  # type: ignore[method-assign]
     for output, request in zip(outputs, asked, strict=True):
-        assert output.tokens == alone(model, request, "self-refine")[0]
+        assert output.tokens == alone(model, request)[0]
 
 
 def test_generated_text_is_remembered_too() -> None:
-    model = loaded()
+    model = scored()
     engine = Engine(model, EngineConfig(max_batch=1, page_size=8, pages=300))
-    asked = [Request(prompt=prompt[:4], max_new_tokens=30, threshold=2.0) for prompt in prompts(20)]
+    asked = [Request(prompt=prompt[:4], max_new_tokens=30, threshold=2.0) for prompt in random_prompts(20)]
     found = zip(asked, engine.run(asked), strict=True)
     text = next([*r.prompt, *o.tokens] for r, o in found if len(r.prompt) == 4 and len(o.tokens) > 20)
     reserved = engine.pages.reserve(text[:16], 24, 4)
     assert reserved is not None and reserved[1] == 16
     engine.pages.release(reserved[0])
     follow = Request(prompt=text[:18], max_new_tokens=6)
-    assert engine.run([follow])[0].tokens == alone(model, follow, "self-refine")[0]
+    assert engine.run([follow])[0].tokens == alone(model, follow)[0]
 
 
 def test_few_pages_make_requests_wait_and_forget_the_oldest() -> None:
-    model = loaded()
+    model = scored()
     engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=9))
-    asked = [Request(prompt=prompt[:20], max_new_tokens=12) for prompt in prompts(10, seed=7)]
+    asked = [Request(prompt=prompt[:20], max_new_tokens=12) for prompt in random_prompts(10, seed=7)]
     handles = [engine.submit(request) for request in asked]
     most = 0
     while engine.busy:
@@ -176,12 +115,12 @@ def test_few_pages_make_requests_wait_and_forget_the_oldest() -> None:
         most = max(most, len(engine.running))
     assert 1 < most < 8, "nine pages hold only some of them"
     for handle, request in zip(handles, asked, strict=True):
-        assert handle.result().tokens == alone(model, request, "self-refine")[0]
+        assert handle.result().tokens == alone(model, request)[0]
 
 
 def test_first_come_first_served() -> None:
-    engine = Engine(loaded(), EngineConfig(max_batch=1, page_size=8, pages=40))
-    handles = [engine.submit(Request(prompt=p, max_new_tokens=4)) for p in prompts(4)]
+    engine = Engine(scored(), EngineConfig(max_batch=1, page_size=8, pages=40))
+    handles = [engine.submit(Request(prompt=p, max_new_tokens=4)) for p in random_prompts(4)]
     finished: list[int] = []
     while engine.busy:
         engine.step()
@@ -190,9 +129,9 @@ def test_first_come_first_served() -> None:
 
 
 def test_cancelling_frees_pages_at_once_and_disturbs_nobody() -> None:
-    model = loaded()
+    model = scored()
     engine = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60))
-    asked = [Request(prompt=prompt, max_new_tokens=30, threshold=2.0, passes=3) for prompt in prompts(4, seed=2)]
+    asked = [Request(prompt=prompt, max_new_tokens=30, threshold=2.0, passes=3) for prompt in random_prompts(4, seed=2)]
     handles = [engine.submit(request) for request in asked]
     for _ in range(4):
         engine.step()
@@ -203,14 +142,14 @@ def test_cancelling_frees_pages_at_once_and_disturbs_nobody() -> None:
     handles[3].cancel()
     outputs = [handle.result() for handle in handles]
     for place in (0, 2):
-        assert outputs[place].tokens == alone(model, asked[place], "self-refine")[0]
+        assert outputs[place].tokens == alone(model, asked[place])[0]
     partial = outputs[1].tokens
-    assert partial == alone(model, asked[1], "self-refine")[0][: len(partial)]
+    assert partial == alone(model, asked[1])[0][: len(partial)]
     assert outputs[3].tokens == [] and engine.pages.available == 60 and not engine.busy
 
 
 def test_events_bring_the_text_block_by_block() -> None:
-    model = loaded()
+    model = scored()
     engine = Engine(model)
     request = Request(prompt=[1, 2, 3, 4, 5], max_new_tokens=14, threshold=2.0)
     handle = engine.submit(replace(request, watch=True))
@@ -218,7 +157,7 @@ def test_events_bring_the_text_block_by_block() -> None:
     seen = [one for one in filed if isinstance(one, Pass)]
     events = [one for one in filed if isinstance(one, Event)]
     tokens = [token for event in events for token in event.tokens]
-    assert tokens == handle.result().tokens == alone(model, request, "self-refine")[0]
+    assert tokens == handle.result().tokens == alone(model, request)[0]
     assert len(events[0].tokens) == 3, "one token of the block was given"
     assert [event.finish for event in events[:-1]] == [""] * (len(events) - 1) and events[-1].finish
     assert len(seen) == handle.result().nfe and seen[0].block == 1 and isinstance(filed[0], Pass)
@@ -226,7 +165,7 @@ def test_events_bring_the_text_block_by_block() -> None:
 
 
 def test_stop_strings_across_blocks() -> None:
-    model = loaded()
+    model = scored()
     free = Engine(model).run([Request(prompt=[7, 8, 9], max_new_tokens=40, threshold=2.0)])[0]
     text = Letters().decode(free.tokens)
     stop = text[4:7]  # from one block (tokens 1 to 4 and on) into the next
@@ -237,10 +176,10 @@ def test_stop_strings_across_blocks() -> None:
 
 
 def test_long_stop_strings_are_found() -> None:
-    model = loaded()
+    model = scored()
     found = (
         (prompt, Engine(model).run([Request(prompt=prompt, max_new_tokens=110, threshold=2.0)])[0])
-        for prompt in prompts(40, seed=9)
+        for prompt in random_prompts(40, seed=9)
     )
     prompt, free = next((prompt, output) for prompt, output in found if len(output.tokens) == 110)
     stop = Letters().decode(free.tokens)[4:94]  # longer than what is looked at for short ones
@@ -249,7 +188,7 @@ def test_long_stop_strings_are_found() -> None:
 
 
 def test_what_cannot_run_is_refused_alone() -> None:
-    model = loaded()
+    model = scored()
     engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=5, queue=2))
     good = Request(prompt=[1, 2, 3], max_new_tokens=6)
     handles = [engine.submit(good)]
@@ -269,16 +208,16 @@ def test_what_cannot_run_is_refused_alone() -> None:
     handles.append(engine.submit(good))
     with pytest.raises(QueueFull, match="2 requests"):
         engine.submit(good)
-    expected = alone(model, good, "self-refine")[0]
+    expected = alone(model, good)[0]
     assert [handle.result().tokens for handle in handles] == [expected] * 2
     with pytest.raises(FredaError, match="max_batch is 0"):
         Engine(model, EngineConfig(max_batch=0))
 
 
 def test_damaged_weights_end_the_request_with_an_error() -> None:
-    model = loaded()
+    model = scored()
     with torch.no_grad():
-        model.model.embed_tokens.weight[5] = float("nan")
+        model.backbone.embed_tokens.weight[5] = float("nan")
     engine = Engine(model)
     bad, good = engine.run([Request(prompt=prompt, max_new_tokens=4) for prompt in ([5, 5, 5, 5], [1, 2])])
     assert bad.finish == "error" and "not finite" in bad.error and good.finish
@@ -286,7 +225,7 @@ def test_damaged_weights_end_the_request_with_an_error() -> None:
 
 
 def test_pages_are_counted() -> None:
-    pages = Pages(loaded().model, 6, 8)
+    pages = Pages(scored().backbone, 6, 8)
     one = pages.reserve([1] * 16, 20, 4)
     assert one is not None and (len(one[0]), one[1], pages.available) == (3, 0, 3)
     assert pages.reserve([2] * 8, 32, 4) is None, "four are not there"

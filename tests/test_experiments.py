@@ -1,4 +1,4 @@
-"""The experiments at small scale: what the shell files ask for. A program in freda's place writes it down.
+"""The small-scale experiments: what the shell scripts ask for, recorded by a program in freda's place.
 
 `make smoke` runs them with freda itself.
 """
@@ -9,7 +9,6 @@ import importlib
 import itertools
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -30,10 +29,10 @@ from freda.errors import FredaError
 from freda.eval.config import load_sweep
 from freda.eval.report.points import Sweep, read_sweep
 from freda.eval.tasks import TASKS
-from freda.methods.config import MethodConfig
-from freda.model.weights import load_model
+from freda.folders.model_folder import load_model
 from freda.train import config as configs
 from freda.train.config import RunConfig
+from tests.helpers import method
 from tests.stand_in import write_stand_in
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +105,7 @@ def test_what_is_compared_differs_by_the_method_alone(work: Path) -> None:
 def test_every_ablation_changes_what_it_says(work: Path) -> None:
     called(work, "train.sh")
     found = runs(called(work, "ablations.sh", SEEDS="5"))
-    plain = MethodConfig()
+    plain = method()
     changed = {
         name.removeprefix("5/"): {
             key: value for key, value in vars(run.method).items() if value != getattr(plain, key) and key != "name"
@@ -156,7 +155,7 @@ def test_sweeps_follow_the_seeds(work: Path) -> None:
     assert {call[1] for call in called(work, "sweep.sh")} == {str(CONFIGS / f"sweep-{c}.toml") for c in CLAIMS[2:]}
 
 
-def test_what_is_done_is_not_done_again_and_what_was_stopped_goes_on(work: Path) -> None:
+def test_finished_trainings_are_not_repeated_and_stopped_ones_are_resumed(work: Path) -> None:
     broken = "runs/mini-suite/0/self-refine"
     first = called(work, "train.sh", fails=True, SEEDS="0", BROKEN=broken)
     assert set(runs(first)) == {"0/base", "0/autoregressive", "0/block-diffusion", "0/self-refine"}, (
@@ -171,11 +170,11 @@ def test_what_is_done_is_not_done_again_and_what_was_stopped_goes_on(work: Path)
 
 
 def test_a_training_that_is_told_to_stop_is_not_finished(work: Path) -> None:
-    """freda leaves with 0 after SIGTERM. The script waits for it, marks nothing, and goes on with it the next time."""
+    """freda exits with 0 after SIGTERM. The script waits for it, marks nothing, and resumes it the next time."""
     program = work / "freda"
     waits = """#!/bin/bash
 [ "$1" = prepare ] && { mkdir -p "$3"; touch "$3/manifest.json"; exit; }
-trap 'sleep 0.5; echo saved >"$WORK/saved"; echo "go on with: freda train --resume x" >&2; exit 0' TERM
+trap 'sleep 0.5; echo saved >"$WORK/saved"; echo "resume with: freda train --resume x" >&2; exit 0' TERM
 mkdir -p "$4"; touch "$4/config.toml"
 touch "$WORK/begun"; for _ in {1..300}; do sleep 0.1; done
 """
@@ -190,7 +189,7 @@ touch "$WORK/begun"; for _ in {1..300}; do sleep 0.1; done
     assert script.wait(timeout=20) == 143
     assert (work / "saved").exists(), "the training was told, and waited for"
     assert not (work / "runs/mini-suite/0/base/finished").exists()
-    alone = '#!/bin/bash\necho "go on with: freda train --resume x" >&2\n'  # it was told, and the script was not
+    alone = '#!/bin/bash\necho "resume with: freda train --resume x" >&2\n'  # it was told, and the script was not
     program.write_text(alone, encoding="utf-8")
     called(work, "train.sh", fails=True, SEEDS="0")
     program.write_text(PROGRAM, encoding="utf-8")
@@ -269,8 +268,7 @@ def test_the_card_says_what_the_files_say(shipping: dict[str, Path]) -> None:
     assert "1. autoregressive: 2,000 steps, 65.5 M tokens" in text and "2. self-refine: 800 steps, 26.2 M" in text
     assert "| code, a | 2: 61, 3: 51 |\n| code, b | 2: 61, 3: 51 |\n| logic, a |" in text, "of the int8 model"
     assert "REPLACE=1 experiments/mini/ship.sh tuned 7\n" in text and "SEEDS=7 " in text and "on a GPU:" in text
-    assert "Weights and sums are of a kind." in text
-    assert "123,456 tokens" in text and r"$'Q: Mia\'s?\nA:'" in text and "{" not in text
+    assert "of a kind" in text and "123,456 tokens" in text and '"Q: Mia\'s?" --show-drafts' in text and "{" not in text
     settings_in(shipping["out"] / "data", "mini_math")  # freda eval finds its questions there
     assert load_model(shipping["out"]).method.name == "self-refine"
     assert make_card(shipping).returncode == 2, "what is there is not replaced"
@@ -308,16 +306,6 @@ def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("report")
 
 
-def test_the_page_is_that_of_the_results(report: ModuleType) -> None:
-    page = report.PAGE.read_text(encoding="utf-8")
-    assert set(re.findall("<!-- table (.+) -->", page)) == set(report.TABLES), "every table has its place"
-    stale = re.sub("(<!-- table .+ -->\n)(?:.+\n)+?(<!-- end -->)", r"\1stale\n\2", page)
-    assert stale != page and report.filled(stale) == page, "run python experiments/mini/report.py"
-    assert page.count("stale") == 0 and "TODO" not in page
-    for picture in re.findall(r"\]\((images/mini/.+?)\)", page):
-        assert (ROOT / "docs" / picture).is_file()
-
-
 def rights(claim: str) -> dict[tuple[str, str, int], list[str]]:
     """By system, task and passes, which questions each seed has right; of a threshold of 0.9 alone."""
     content = json.loads((ROOT / "results" / "mini" / f"{claim}.json").read_text(encoding="utf-8"))
@@ -332,66 +320,94 @@ def percent(right: str) -> float:
     return 100 * (right.count("1") / len(right))  # as the page rounds it
 
 
-def test_the_main_numbers_of_the_page_are_those_of_the_points(report: ModuleType) -> None:
-    page, readme = (path.read_text(encoding="utf-8") for path in (report.PAGE, ROOT / "README.md"))
+def test_the_main_numbers_are_those_of_the_points(report: ModuleType) -> None:
     shares = {(system, task): [percent(one) for one in seeds] for (system, task, _), seeds in rights("a").items()}
     tasks = ("mini_math", "mini_code", "mini_logic")
     means = {place: sum(seeds) / 3 for place, seeds in shares.items()}
     for system in {system for system, _ in shares}:
         seeds = [[shares[system, task][seed] for task in tasks] for seed in range(3)]
         cells = (" / ".join(f"{share:.1f}" for share in (*one, sum(one) / 3)) for one in seeds)
-        assert f"| {system} | {' | '.join(cells)} |" in page
-    for shown in ("autoregressive", "block diffusion", "self-refinement"):
-        numbers = " | ".join(f"{means[shown.replace(' ', '-').removesuffix('ment'), task]:.1f}" for task in tasks)
-        assert f"| {shown} | {numbers} |" in readme
+        assert f"| {system} | {' | '.join(cells)} |" in report.block("seeds")
+    for system in ("autoregressive", "block-diffusion", "self-refine"):
+        numbers = " | ".join(f"{means[system, task]:.1f}" for task in tasks)
+        assert f"| {system} | {numbers} |" in report.block("readme")
     gains = {
         task: [one - two for one, two in zip(shares["self-refine", task], shares["block-diffusion", task], strict=True)]
         for task in tasks
     }
-    row = page.partition("on average over tasks |")[2].partition("\n")[0].replace("−", "-")
+    first = report.block("claims").splitlines()[2]
     for gain in gains.values():
-        assert f" {sum(gain) / 3:+.2f} (" in row and f"{min(gain):+.2f} to {max(gain):+.2f})" in row
-    assert f"average {sum(map(sum, gains.values())) / 9:+.2f} " in row
+        assert all(f"{number:+.2f}" in first for number in (sum(gain) / 3, min(gain), max(gain)))
+    assert f"{sum(map(sum, gains.values())) / 9:+.2f} |" in first
 
 
-def test_groups_ablations_and_speed_up_of_the_page(report: ModuleType) -> None:
-    page = report.PAGE.read_text(encoding="utf-8")
+def test_groups_and_ablations_are_those_of_the_points(report: ModuleType) -> None:
     tokenizer, found = Tokenizer.load(report.SHIPPED), rights("a")
     logic, sums = (TASKS[name].examples(report.SHIPPED / "data") for name in ("mini_logic", "mini_math"))
     third = [place for place, example in enumerate(logic) if example.group == "walk 3"]
     given = [place for place, example in enumerate(sums) if len(tokenizer.encode(example.prompt)) % 4 == 2]
     systems = ("base", "autoregressive", "block-diffusion", "self-refine", "best-of-n")
-    for name, task, places in (("walk, 3", "mini_logic", third), ("mathematics, 2", "mini_math", given)):
+    for table, name, task, places in (
+        ("levels", "walk, 3", "mini_logic", third),
+        ("given", "mathematics, 2", "mini_math", given),
+    ):
         passes = {system: next(k for one, asked, k in found if (one, asked) == (system, task)) for system in systems}
         picked = ("".join(seed[p] for seed in found[s, task, passes[s]] for p in places) for s in systems)
-        assert f"| {name} | {len(places)} | {' | '.join(f'{percent(one):.1f}' for one in picked)} |" in page
+        assert f"| {name} | {len(places)} | {' | '.join(f'{percent(one):.1f}' for one in picked)} |" in report.block(
+            table
+        )
     ablated = {place: percent(seeds[0]) for place, seeds in rights("e").items()}
     by_passes = {
         task: " / ".join(f"{ablated['passes-1', task, passes]:.1f}" for passes in (1, 2, 4))
         for task in ("mini_math", "mini_code")
     }
     last = f"{ablated['passes-1', 'mini_logic', 4]:.1f}"
-    assert f"| passes-1 | {by_passes['mini_math']} | {by_passes['mini_code']} | {last} |" in page
+    row = next(line for line in report.block("ablations").splitlines() if line.startswith("| passes-1 |"))
+    assert row.startswith(f"| passes-1 | {by_passes['mini_math']} | {by_passes['mini_code']} | {last} |")
     lost = sum(ablated["passes-1", task, 4] - ablated["reference", task, 4] for task in by_passes) / 2
-    row = next(line for line in page.splitlines() if line.startswith("| passes-1 |"))
     assert row.split(" | ")[-2].startswith(f"{lost:+.2f} ("), "what is generated, then logic"
-    assert f"K = 1 instead of 3: {lost:.1f} in mathematics and code".replace("-", "−") in page
-    assert "| 1.04 times block diffusion" in page and "| self-refine | 1.07 | 1.01 | 1.04 |" in page
+    assert f"{lost:+.2f} (" in report.block("claims").splitlines()[-1]
 
 
-def test_what_models_write_is_what_the_page_says(report: ModuleType) -> None:
+def test_the_longest_walks_are_those_of_the_points(report: ModuleType) -> None:
+    logic = TASKS["mini_logic"].examples(report.SHIPPED / "data", 0)
+    row = next(line for line in report.block("walks").splitlines() if line.startswith("| 800 |"))
+    for column, system in ((2, "block-diffusion"), (3, "self-refine")):
+        ((_, seeds),) = (item for item in rights("a").items() if item[0][:2] == (system, "mini_logic"))
+        for shown, right in zip(row.split("|")[column].split(","), seeds, strict=True):
+            levels = [
+                percent("".join(one for one, e in zip(right, logic, strict=True) if e.group == f"walk {level}")) >= 95
+                for level in range(1, 9)
+            ]
+            assert int(shown) == (levels.index(False) if False in levels else 8)
+
+
+def test_speed_ups_compare_settings_of_matched_accuracy(report: ModuleType) -> None:
+    """One task, one system, worked out from the points: against thresholds, and against fixed schedules alone."""
+    sweep = report.sweep_of("c")
+    for table, fixed_only in (("speed-up", False), ("fixed-schedules", True)):
+        means: dict[str, list[tuple[float, float]]] = {"block-diffusion": [], "self-refine": []}
+        for system, scores in means.items():
+            by_setting: dict[object, list[tuple[float, float]]] = {}
+            for point in sweep.points:
+                skipped = fixed_only and system == "block-diffusion" and point.setting.threshold <= 1
+                if (point.system, point.task) == (system, "mini_math") and not skipped:
+                    by_setting.setdefault(point.setting, []).append((100 * point.accuracy, point.tpf))
+            scores += [(sum(a for a, _ in s) / 3, sum(t for _, t in s) / 3) for s in by_setting.values()]
+        wanted = max(accuracy for accuracy, _ in means["block-diffusion"]) - 0.5
+        slow, fast = (max(tpf for accuracy, tpf in scores if accuracy >= wanted) for scores in means.values())
+        row = next(line for line in report.block(table).splitlines() if line.startswith("| self-refine |"))
+        assert row.split(" | ")[1] == f"{fast / slow:.2f}"
+
+
+def test_what_models_write_is_shown_as_it_was_measured(report: ModuleType) -> None:
     found = json.loads((report.RESULTS / "written.json").read_text(encoding="utf-8"))["right"]
-    one, two, four = (f"{100 * found['self-refine'][passes]:.1f}" for passes in "124")
-    base, others = (
-        f"{100 * found['base']['1']:.1f}%",
-        {f"{100 * share:.1f}%" for share in found["block-diffusion"].values()},
-    )
-    words = " ".join(report.PAGE.read_text(encoding="utf-8").split())
-    assert f"self-refinement has {one}, {two} and {four}% with 1, 2 and 4 passes" in words
-    assert f"block diffusion {others.pop()} and the base {base}" in words and not others
+    numbers = (f"{100 * found['self-refine'][passes]:.1f}" for passes in "124")
+    assert f"| self-refine | {' | '.join(numbers)} |" in report.block("written")
+    assert f"| base | {100 * found['base']['1']:.1f} | – | – |" in report.block("written")
 
 
-def test_the_figures_of_the_page_are_those_of_the_results(report: ModuleType, tmp_path: Path) -> None:
+def test_the_figures_are_those_of_the_results(report: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report.draw(tmp_path)
     drawn = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

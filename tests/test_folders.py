@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from freda.data import mini
 from freda.decode.chat import Chat, messages
 from freda.describe import describe
 from freda.errors import FredaError
-from freda.model import folders
-from freda.model.folders import model_path, packaged, resolve_model_folder
-from freda.model.weights import load_model
+from freda.folders import resolve as folders
+from freda.folders.model_folder import load_model
+from freda.folders.resolve import model_path, packaged, resolve_model_folder
 from tests.benchmarks import resize
 from tests.stand_in import EASY, write_stand_in
 
@@ -113,7 +114,7 @@ def test_the_demo_begins_with_the_packaged_model(
     for kind in mini.KINDS:
         assert mini.item(kind, EASY, "test", 0).prompt in before
     assert before.count("tokens in") == 3 and "pass 1" in before
-    assert shown.err.index("three questions to mini") < shown.err.index("1/6 writing a corpus")
+    assert shown.err.index("3 questions to mini") < shown.err.index("1/6 writing a corpus")
 
 
 def test_packaged_models_are_small_enough_to_ship() -> None:
@@ -131,17 +132,16 @@ def test_the_shipped_model_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "mini"]) == 0
     assert "a scorer among them, stored as int8" in capsys.readouterr().out
     loaded = load_model(Path("mini"))
-    assert loaded.method.name == "best-of-n" and loaded.model.scorer is not None
+    assert loaded.method.name == "best-of-n" and loaded.backbone.scorer is not None
 
 
 def test_the_shipped_model_says_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
     page = (folders.ASSETS.parent.parent / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"^\$ freda generate mini \$'(.+)'\n(.+)\n(\d+ tokens in \d+ forwards): ", page, re.M)
-    assert shown is not None
-    question = shown[1].replace("\\n", "\n")
-    assert run(["generate", "mini", question]) == 0
-    said = capsys.readouterr()
-    assert said.out.rstrip("\n") == shown[2] and shown[3] in said.err + said.out
+    shown = re.findall(r"^\$ freda (generate mini .+)\n(A: .+)$", page, re.M)
+    assert len(shown) == 2 and len({answer for _, answer in shown}) == 2, "one pass, then several, which repair it"
+    for command, answer in shown:
+        assert run(shlex.split(command)) == 0
+        assert capsys.readouterr().out.strip() == answer
 
 
 def test_the_shipped_model_solves_what_it_is_said_to(tmp_path: Path) -> None:

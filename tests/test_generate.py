@@ -7,15 +7,16 @@ import itertools
 import pytest
 import torch
 
-from freda.decode.generate import Output, Pass, Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Output, Pass, Request
 from freda.errors import FredaError
-from freda.methods import METHODS, self_refine
-from freda.methods.config import MethodConfig
 from freda.methods.draft import soft_embedding
+from freda.methods.self_refine import SelfRefine
 from freda.model.attention import make_mask
 from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.conftest import BLANK, EOS, tiny_model
+from tests.helpers import BLANK, EOS, method, tiny_model
 
 NAMES = ["autoregressive", "block-diffusion", "self-refine"]
 
@@ -34,7 +35,7 @@ def requests(**settings: object) -> list[Request]:
 
 
 def run(model: Transformer, name: str, asked: list[Request], **options: object) -> list[Output]:
-    return generate(model, METHODS[name], MethodConfig(block_size=4), asked, stop_ids=[EOS], **options)  # type: ignore[arg-type]
+    return generate(Parts(model), method(name, block_size=4), asked, stop_ids=[EOS], **options)  # type: ignore[arg-type]
 
 
 def tokens(outputs: list[Output]) -> list[list[int]]:
@@ -85,7 +86,6 @@ def test_a_prompt_tail_is_given_and_survives(model: Transformer) -> None:
 def test_threshold_above_one_gives_plain_passes(model: Transformer, passes: int) -> None:
     """K passes written out by hand: whole-text forwards, no cache, no commitment."""
     prompt, text = prompts([6])[0], []
-    config = MethodConfig(block_size=4)
     clean, tail = prompt[:4], prompt[4:]
     for _ in range(3):
         ids = torch.tensor([tail + [BLANK] * (4 - len(tail))])
@@ -98,7 +98,7 @@ def test_threshold_above_one_gives_plain_passes(model: Transformer, passes: int)
             alpha = torch.where(given, 1.0, best.values)
         clean, text, tail = clean + ids[0].tolist(), text + ids[0, len(tail) :].tolist(), []
     asked = [Request(prompt=prompt, max_new_tokens=10, passes=passes, threshold=1.5)]
-    output = generate(model, METHODS["self-refine"], config, asked, stop_ids=[])[0]
+    output = generate(Parts(model), SelfRefine(block_size=4), asked, stop_ids=[])[0]
     assert output.tokens == text and output.nfe == 3 * passes
 
 
@@ -125,7 +125,7 @@ def test_autoregressive_equals_argmax_of_the_causal_forward(model: Transformer) 
             hidden, _, _ = model(model.embed_tokens(torch.tensor([expected])), position, make_mask(rows, rows, "sdpa"))
         expected.append(int(model.logits(hidden[:, -1]).argmax()))
     asked = [Request(prompt=text, max_new_tokens=7)]
-    output = generate(model, METHODS["autoregressive"], MethodConfig(), asked, stop_ids=[])[0]
+    output = generate(Parts(model), method("autoregressive"), asked, stop_ids=[])[0]
     assert output.tokens == expected[5:]
     assert output.nfe == 7 and output.tpf == 1.0
 
@@ -133,9 +133,9 @@ def test_autoregressive_equals_argmax_of_the_causal_forward(model: Transformer) 
 def test_text_ends_with_the_first_stop_token_and_no_later(model: Transformer) -> None:
     """Make some token of the greedy text the stop token: the text must end there, in the middle of a block."""
     asked = [Request(prompt=prompts([8])[0], max_new_tokens=20, threshold=0.2)]
-    free = generate(model, METHODS["self-refine"], MethodConfig(block_size=4), asked, stop_ids=[])[0]
+    free = generate(Parts(model), SelfRefine(block_size=4), asked, stop_ids=[])[0]
     stop = next(token for place, token in enumerate(free.tokens) if place % 4 == 1 and token not in free.tokens[:place])
-    cut = generate(model, METHODS["self-refine"], MethodConfig(block_size=4), asked, stop_ids=[stop])[0]
+    cut = generate(Parts(model), SelfRefine(block_size=4), asked, stop_ids=[stop])[0]
     assert cut.tokens == free.tokens[: free.tokens.index(stop) + 1]
     assert cut.finish == "stop" and free.finish == "length" and len(free.tokens) == 20
 
@@ -147,9 +147,9 @@ def test_any_of_several_stop_tokens_ends_a_text_even_as_its_first(
 ) -> None:
     """Take the stop tokens from the free text: its first token, then two later ones."""
     asked = [Request(prompt=prompts([6])[0], max_new_tokens=16, passes=2, threshold=2.0)]
-    free = generate(model, METHODS[name], MethodConfig(), asked, stop_ids=[])[0].tokens  # type: ignore[index]
+    free = generate(Parts(model), method(name), asked, stop_ids=[])[0].tokens
     for stops in ([free[0]], [free[9], free[5]]):
-        cut = generate(model, METHODS[name], MethodConfig(), asked, stop_ids=stops, **options)[0]  # type: ignore[index, arg-type]
+        cut = generate(Parts(model), method(name), asked, stop_ids=stops, **options)[0]  # type: ignore[arg-type]
         first = min(free.index(stop) for stop in stops)
         assert cut.tokens == free[: first + 1] and cut.finish == "stop"
 
@@ -158,9 +158,9 @@ def test_any_of_several_stop_tokens_ends_a_text_even_as_its_first(
 def test_stop_tokens_of_the_prompt_do_not_stop(name: str, model: Transformer) -> None:
     """The prompt's last token sits, given, in the first generated block."""
     asked = [Request(prompt=prompts([6])[0], max_new_tokens=9, threshold=2.0)]
-    free = generate(model, METHODS[name], MethodConfig(), asked, stop_ids=[])[0].tokens  # type: ignore[index]
+    free = generate(Parts(model), method(name), asked, stop_ids=[])[0].tokens
     stop = next(token for token in reversed(asked[0].prompt) if token not in free)
-    assert generate(model, METHODS[name], MethodConfig(), asked, stop_ids=[stop])[0].tokens == free  # type: ignore[index]
+    assert generate(Parts(model), method(name), asked, stop_ids=[stop])[0].tokens == free
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -206,13 +206,13 @@ def test_every_pass_is_shown_and_counted(model: Transformer) -> None:
 def test_hard_feedback_and_committed_hard_change_what_the_model_sees(model: Transformer) -> None:
     asked = requests(threshold=0.2, passes=4)
     texts = []
-    for config in (
-        MethodConfig(),
-        MethodConfig(feedback="hard"),
-        MethodConfig(committed_hard=True),
-        MethodConfig(rescale=True),
+    for changed in (
+        SelfRefine(),
+        SelfRefine(feedback="hard"),
+        SelfRefine(committed_hard=True),
+        SelfRefine(rescale=True),
     ):
-        texts.append(tokens(generate(model, METHODS["self-refine"], config, asked, stop_ids=[])))
+        texts.append(tokens(generate(Parts(model), changed, asked, stop_ids=[])))
     assert all(text != texts[0] for text in texts[1:])
 
 
@@ -246,4 +246,3 @@ def test_methods_differ() -> None:
     model = tiny_model(3)
     texts = [tokens(run(model, name, asked)) for name in NAMES]
     assert texts[0] != texts[1] != texts[2] != texts[0]
-    assert self_refine.DRAFTS

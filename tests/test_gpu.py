@@ -15,22 +15,22 @@ from torch import Tensor
 
 from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
-from freda.decode.generate import Request, generate
-from freda.methods import METHODS
-from freda.methods.best_of_n import frozen_clean_half, proposal, sampled_slots, score_slots
-from freda.methods.config import MethodConfig
+from freda.decode.generate import generate
+from freda.decode.request import Request
+from freda.folders.model_folder import About
+from freda.methods.best_of_n import BestOfN
 from freda.methods.draft import likeliest
 from freda.methods.method import Step
 from freda.model import head
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.scorer import Scorer
-from freda.model.transformer import Transformer
 from freda.train import checkpoint, loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import make_optimizer
 from freda.train.parallel import shard
 from freda.train.setup import compile_layers
-from tests.conftest import EOS, packed_batch, tiny_model
+from tests.helpers import EOS, method, packed_batch, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ALL = ["autoregressive", "block-diffusion", "self-refine", "best-of-n"]
 
 
-def model_for(name: str, **shape: object) -> Transformer:
+def model_for(name: str, **shape: object) -> Parts:
     """A tiny model; for Best-of-N with a frozen backbone and a scorer that has a last layer of its own."""
     model = tiny_model(**shape)  # type: ignore[arg-type]
     if name == "best-of-n":
@@ -48,9 +48,8 @@ def model_for(name: str, **shape: object) -> Transformer:
             for name_, weight in scorer.named_parameters():
                 if weight.dim() > 1 or name_.endswith("bias"):
                     weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
-        model.requires_grad_(False)
-        model.scorer = scorer
-    return model
+        return Parts(model.requires_grad_(False), scorer)
+    return Parts(model)
 
 
 @pytest.mark.parametrize("name", ALL[:3])
@@ -60,11 +59,11 @@ def test_flex_equals_sdpa_with_gradients(name: str) -> None:
     step = Step(seed=1, step=0, row=torch.arange(3), progress=0.0, passes=2)
     found = {}
     for backend in ("sdpa", "flex"):
-        model = model_for(name, head_dim=32).cuda()
-        model.backend = backend  # type: ignore[assignment]
-        loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
-        loss.backward()
-        found[backend] = (loss.item(), {n: w.grad for n, w in model.named_parameters() if w.requires_grad})
+        parts = model_for(name, head_dim=32).cuda()
+        parts.backbone.backend = backend  # type: ignore[assignment]
+        loss = method(name).loss(parts, batch, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        found[backend] = (loss.item(), {n: w.grad for n, w in parts.named_parameters() if w.requires_grad})
     assert found["flex"][0] == pytest.approx(found["sdpa"][0], rel=1e-4)
     for key, gradient in found["sdpa"][1].items():
         error = (found["flex"][1][key] - gradient).norm() / gradient.norm()
@@ -73,18 +72,18 @@ def test_flex_equals_sdpa_with_gradients(name: str) -> None:
 
 def test_flex_equals_sdpa_for_packed_slots() -> None:
     """The same slots under both: drawn twice, a rounding error could make another draw of a negative."""
-    batch, config = packed_batch([[64, 128, 32], [200, 16], [96]]).map(Tensor.cuda), MethodConfig()
+    batch, rule = packed_batch([[64, 128, 32], [200, 16], [96]]).map(Tensor.cuda), BestOfN()
     step = Step(seed=1, step=0, row=torch.arange(3), progress=0.0, passes=2)
     found = {}
     slots = None
     for backend in ("sdpa", "flex"):
-        model = model_for("best-of-n", head_dim=32).cuda()
-        model.backend = backend  # type: ignore[assignment]
-        clean = frozen_clean_half(model, batch, config)
-        slots = slots or sampled_slots(proposal(model, batch, clean, config, 2), batch, config, step)
-        scores = score_slots(model, batch, clean, slots, config)[(batch.document >= 0)[:, ::4]]
+        parts = model_for("best-of-n", head_dim=32).cuda()
+        parts.backbone.backend = backend  # type: ignore[assignment]
+        clean = rule.frozen_clean_half(parts, batch)
+        slots = slots or rule.sampled_slots(rule.proposal(parts, batch, clean, 2), batch, step)
+        scores = rule.score_slots(parts, batch, clean, slots)[(batch.document >= 0)[:, ::4]]
         scores.square().sum().backward()  # type: ignore[no-untyped-call]
-        gradients = {n: w.grad for n, w in model.named_parameters() if w.requires_grad and w.grad is not None}
+        gradients = {n: w.grad for n, w in parts.named_parameters() if w.requires_grad and w.grad is not None}
         found[backend] = (scores.detach(), gradients)
     torch.testing.assert_close(found["flex"][0], found["sdpa"][0], rtol=2e-3, atol=2e-3)
     assert found["flex"][1].keys() == found["sdpa"][1].keys()
@@ -95,13 +94,13 @@ def test_flex_equals_sdpa_for_packed_slots() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_generation_equals_the_cpu(name: str) -> None:
-    model = model_for(name)
+    parts = model_for(name)
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, EOS, (n,), generator=generator).tolist() for n in (8, 5, 11, 3)]
     asked = [Request(prompt=p, max_new_tokens=20, threshold=0.3, temperature=t) for p in prompts for t in (0.0, 1.0)]
     texts = []
     for device in ("cpu", "cuda"):
-        outputs = generate(model.to(device), METHODS[name], MethodConfig(), asked, stop_ids=[EOS])  # type: ignore[index]
+        outputs = generate(parts.to(device), method(name), asked, stop_ids=[EOS])
         texts.append([(output.tokens, output.nfe) for output in outputs])
     assert texts[0] == texts[1]
 
@@ -155,7 +154,7 @@ def test_sharding_on_one_gpu_changes_no_loss(tmp_path: Path, monkeypatch: pytest
             run = loop.setup(config)
             if sharded:
                 shard(run.root, "bfloat16", run.device, run.ranks, reshard=True)
-                run.optimizer = make_optimizer(run.model, config.train, fused=True)
+                run.optimizer = make_optimizer(run.parts, config.train, fused=True)
             steps = [loop.take_step(run, step) for step in range(6)]
             found.append([*(n["loss"] for n in steps), *(n["grad_norm"] for n in steps), loop.validate(run)["loss"]])
     finally:
@@ -176,9 +175,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     )
     for step in range(3):
         loop.take_step(run, step)
-    with checkpoint.Saver(tmp_path / "run", run.tokenizer, run.config.method, run.ranks, keep=1) as saver:
+    with checkpoint.Saver(tmp_path / "run", About(run.tokenizer, run.method, "test"), run.ranks, keep=1) as saver:
         begun = time.perf_counter()
-        saver.start(run.model, run.optimizer, 3, None)
+        saver.start(run.parts, run.optimizer, 3, None)
         copied = time.perf_counter() - begun
         loop.take_step(run, 3)
         stepped = time.perf_counter() - begun - copied
@@ -229,16 +228,16 @@ def test_compiled_layers_equal_eager_ones(name: str) -> None:
     """Rows long enough for the one product of queries, keys and values, and for compiled masks; new masks each time."""
     found: dict[bool, list[float]] = {True: [], False: []}
     for compiled in (True, False):
-        model = model_for(name, head_dim=32).cuda()
-        model.backend = "flex"
+        parts = model_for(name, head_dim=32).cuda()
+        parts.backbone.backend = "flex"
         if compiled:
-            compile_layers(model, 1.0)
+            compile_layers(parts.backbone, 1.0)
         for seed, lengths in enumerate(([[1024, 1024], [2048]], [[512, 1536], [1024, 960]])):
             batch = packed_batch(lengths, seed).map(Tensor.cuda)
             step = Step(seed=1, step=seed, row=torch.arange(2), progress=0.0, passes=2)
-            loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
-            loss.backward()
-            norm = torch.nn.utils.get_total_norm([w.grad for w in model.parameters() if w.grad is not None])
+            loss = method(name).loss(parts, batch, step)
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = torch.nn.utils.get_total_norm([w.grad for w in parts.parameters() if w.grad is not None])
             found[compiled] += [loss.item(), norm.item()]
     assert found[True] == pytest.approx(found[False], rel=2e-3)
 

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import answering_model
-from test_device import PlainMachine
-from test_engine import alone, loaded, prompts
 
 from freda.bench.decode import NoText
 from freda.decode.api import Model
@@ -23,7 +20,7 @@ from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.request import Event, Output, Pass, QueueFull, Request
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from tests.helpers import PlainBackend, alone, answering_model, random_prompts, scored
 
 TEXTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "a longer prompt that says nothing at all, but goes on"]
 LONG = {"max_new_tokens": 24, "threshold": 2.0}
@@ -40,7 +37,7 @@ def idle(engine: Engine) -> bool:
 
 
 def same(engine: Engine, request: Request, output: Output) -> bool:
-    return output.tokens == alone(engine.loaded, request, "self-refine")[0]
+    return output.tokens == alone(engine.loaded, request)[0]
 
 
 # -- readers that interleave -----------------------------------------------------------------------------------------
@@ -68,8 +65,10 @@ def test_generate_while_a_stream_is_open(model: Model) -> None:
 
 
 def test_outputs_come_as_they_finish_and_refused_requests_among_them() -> None:
-    engine = Engine(loaded(), EngineConfig(max_batch=2, page_size=8, pages=60, queue=1))
-    asked = [Request(prompt=p, max_new_tokens=n) for n, p in zip((30, 2, 9, 4, 1), prompts(5, seed=3), strict=True)]
+    engine = Engine(scored(), EngineConfig(max_batch=2, page_size=8, pages=60, queue=1))
+    asked = [
+        Request(prompt=p, max_new_tokens=n) for n, p in zip((30, 2, 9, 4, 1), random_prompts(5, seed=3), strict=True)
+    ]
     asked.insert(2, Request(prompt=[99], max_new_tokens=2))
     order, outputs = zip(*engine.completed(asked), strict=True)
     assert sorted(order) == list(range(6)) and list(order) != sorted(order), "the short ones first"
@@ -84,7 +83,7 @@ def test_outputs_come_as_they_finish_and_refused_requests_among_them() -> None:
 
 
 def test_the_queue_may_be_full_of_others_requests() -> None:
-    engine = Engine(loaded(), EngineConfig(max_batch=1, page_size=8, pages=60, queue=2))
+    engine = Engine(scored(), EngineConfig(max_batch=1, page_size=8, pages=60, queue=2))
     request = Request(prompt=[1, 2, 3], max_new_tokens=6)
     others = [engine.submit(request) for _ in range(2)]
     with pytest.raises(QueueFull):
@@ -96,17 +95,17 @@ def test_the_queue_may_be_full_of_others_requests() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 12, 24, 32])
 def test_any_block_size(size: int) -> None:
-    made = loaded()._replace(method=MethodConfig(name="self-refine", block_size=size))
+    made = scored(block_size=size)
     engine = Engine(made, EngineConfig(max_batch=3))
     assert engine.pages.page_size % size == 0
-    asked = [Request(prompt=prompt, max_new_tokens=40, threshold=0.5) for prompt in prompts(4)]
+    asked = [Request(prompt=prompt, max_new_tokens=40, threshold=0.5) for prompt in random_prompts(4)]
     for request, output in zip(asked, engine.run(asked), strict=True):
-        assert (output.tokens, output.nfe, output.finish) == alone(made, request, "self-refine")
+        assert (output.tokens, output.nfe, output.finish) == alone(made, request)
     assert idle(engine)
 
 
 def test_a_limit_on_the_length_makes_a_small_engine() -> None:
-    engine = Engine(loaded(), EngineConfig(max_batch=2, max_length=40))
+    engine = Engine(scored(), EngineConfig(max_batch=2, max_length=40))
     assert engine.pages.count == 2 * 3 + 1, "44 tokens are three pages of 16"
     with pytest.raises(FredaError, match="41 tokens, the limit is 40"):
         engine.submit(Request(prompt=[1] * 21, max_new_tokens=20))
@@ -116,10 +115,12 @@ def test_a_limit_on_the_length_makes_a_small_engine() -> None:
 # -- threads ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("machine", [None, PlainMachine], ids=["plain", "on_device"])
+@pytest.mark.parametrize("machine", [None, PlainBackend], ids=["plain", "on_device"])
 def test_four_threads_get_the_texts_of_requests_alone(machine: Any) -> None:
-    engine = Engine(loaded(), SMALL, machine)
-    asked = [Request(prompt=p, max_new_tokens=n % 13 + 1, threshold=0.5) for n, p in enumerate(prompts(40, seed=8))]
+    engine = Engine(scored(), SMALL, machine)
+    asked = [
+        Request(prompt=p, max_new_tokens=n % 13 + 1, threshold=0.5) for n, p in enumerate(random_prompts(40, seed=8))
+    ]
 
     def work(part: int) -> list[tuple[int, Output]]:
         if part == 0:
@@ -140,7 +141,7 @@ def test_four_threads_get_the_texts_of_requests_alone(machine: Any) -> None:
 
 
 def test_cancelling_from_another_thread_wakes_the_reader() -> None:
-    engine = Engine(loaded()._replace(tokenizer=NoText()), EngineConfig(max_batch=1))
+    engine = Engine(scored()._replace(tokenizer=NoText()), EngineConfig(max_batch=1))
     handle = engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=4000, threshold=2.0, passes=4))
     timer = threading.Timer(0.1, handle.cancel)
     timer.start()
@@ -150,7 +151,7 @@ def test_cancelling_from_another_thread_wakes_the_reader() -> None:
 
 def test_cancelling_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread is in the middle of a step: the flag is seen when it is over."""
-    engine = Engine(loaded(), SMALL)
+    engine = Engine(scored(), SMALL)
     inside, go = threading.Event(), threading.Event()
     plain = engine._pass
 
@@ -176,7 +177,7 @@ def test_cancelling_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_reader_that_goes_away_cancels() -> None:
-    engine = Engine(loaded(), SMALL)
+    engine = Engine(scored(), SMALL)
     request = Request(prompt=[1, 2, 3], max_new_tokens=200, threshold=2.0)
 
     def leaves() -> None:
@@ -206,23 +207,25 @@ def test_a_reader_that_goes_away_cancels() -> None:
 
 def test_ten_thousand_random_submits_and_cancels_leave_all_pages_free() -> None:
     """The forwards are left out: it is the book-keeping that is tried."""
-    engine = Engine(loaded(), EngineConfig(max_batch=6, page_size=8, pages=40, queue=20))
+    engine = Engine(scored(), EngineConfig(max_batch=6, page_size=8, pages=40, queue=20))
     rng = random.Random(0)
     nothing = torch.zeros(1)
 
-    def forward(self: Any, **options: Any) -> torch.Tensor:
-        for one in self.texts:
+    def forward(self: Any, drafts: object = None, **options: Any) -> torch.Tensor:
+        for one in self.sequences:
             one.stored = len(one.clean) - options.get("but", 0)
         return nothing
 
     def draft_pass(self: Any) -> list[int]:
         self._forward()
-        return [row for row in range(len(self.texts)) if rng.random() < 0.5]
+        return [row for row in range(len(self.sequences)) if rng.random() < 0.5]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("freda.decode.batch.Batch._forward", forward)
-        patch.setattr("freda.decode.batch.Batch.draft_pass", draft_pass)
-        patch.setattr("freda.decode.batch.Batch.sound", lambda self: [rng.random() < 0.99 for _ in self.texts])
+        patch.setattr("freda.decode.batch.RequestBatch._forward", forward)
+        patch.setattr("freda.decode.batch.RequestBatch.draft_pass", draft_pass)
+        patch.setattr(
+            "freda.decode.batch.RequestBatch.finite", lambda self: [rng.random() < 0.99 for _ in self.sequences]
+        )
         handles, ends = list[Any](), dict[str, int]()
         begun = time.monotonic()
         for number in range(10_000):
@@ -279,9 +282,9 @@ def test_an_interrupted_generate_leaves_nothing_behind(many: bool, after: int, m
     assert [one.tokens for one in model.generate(TEXTS, **LONG)] == wanted
 
 
-@pytest.mark.parametrize("machine", [None, PlainMachine], ids=["plain", "on_device"])
+@pytest.mark.parametrize("machine", [None, PlainBackend], ids=["plain", "on_device"])
 def test_a_failing_pass_ends_its_batch_and_no_other(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(loaded(), EngineConfig(max_batch=4, page_size=8, pages=60), machine)
+    engine = Engine(scored(), EngineConfig(max_batch=4, page_size=8, pages=60), machine)
     request = Request(prompt=[*range(20)], max_new_tokens=30, threshold=2.0)
     other = replace(request, method="autoregressive")
     handles = [engine.submit(request), engine.submit(replace(request, prompt=[5, 6, 7])), engine.submit(other)]
@@ -290,7 +293,7 @@ def test_a_failing_pass_ends_its_batch_and_no_other(machine: Any, monkeypatch: p
     plain, broken = engine._pass, [True]
 
     def fails(batch: Any) -> None:
-        if broken[0] and batch is engine.batches[("self-refine", machine is not None)]:
+        if broken[0] and batch is engine.batches[engine.loaded.method, machine is not None]:
             broken[0] = False
             raise RuntimeError("out of memory")
         plain(batch)
@@ -301,11 +304,18 @@ def test_a_failing_pass_ends_its_batch_and_no_other(machine: Any, monkeypatch: p
     ended = [handle.result() for handle in handles[:2]]
     assert [(one.finish, one.error) for one in ended] == [("error", "out of memory")] * 2
     assert list(handles[0])[-1] == Event([], "error", "out of memory")
-    assert handles[2].result().tokens == alone(engine.loaded, other, "autoregressive")[0]
+    assert handles[2].result().tokens == alone(engine.loaded, other)[0]
     reserved = engine.pages.reserve(request.prompt, 24, 4)
     assert reserved is not None and reserved[1] == 0, "what a failed pass has written is not used again"
     engine.pages.release(reserved[0])
     assert idle(engine) and same(engine, request, engine.run([request])[0])
+
+
+def test_a_second_interrupt_does_not_lock_the_engine_for_ever() -> None:
+    engine = Engine(scored(), SMALL)
+    engine._stepper = threading.get_ident()  # as if the end of a step had been interrupted
+    request = Request(prompt=[1, 2, 3], max_new_tokens=6)
+    assert same(engine, request, engine.run([request])[0]) and idle(engine)
 
 
 def test_wrong_stop_strings_leave_the_engine_as_it_was(model: Model) -> None:

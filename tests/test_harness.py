@@ -26,12 +26,13 @@ from freda.eval.folder import read_samples
 from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
 from freda.eval.tasks import TASKS
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel, save_model
 from tests.benchmarks import write_lines, written
 from tests.harness_tasks import ask
+from tests.helpers import method
 
 pytest.importorskip("lm_eval")
 
@@ -62,8 +63,7 @@ def models(data: Path) -> dict[str, LoadedModel]:
             if weight.dim() > 1:  # large enough that it does not say one thing for ever
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
     return {
-        name: LoadedModel(network, tokenizer, MethodConfig(name=name), "test")  # type: ignore[arg-type]
-        for name in ("self-refine", "autoregressive")
+        name: LoadedModel(Parts(network), tokenizer, method(name), "test") for name in ("self-refine", "autoregressive")
     }
 
 
@@ -112,7 +112,7 @@ def test_whole_texts_are_scored_once(
     method: str, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = models[method]
-    monkeypatch.setattr(loaded.model, "config", dataclasses.replace(loaded.model.config, max_positions=64))
+    monkeypatch.setattr(loaded.backbone, "config", dataclasses.replace(loaded.backbone.config, max_positions=64))
     lm, encode = make_lm(Model(loaded), SHORT), loaded.tokenizer.encode
     before = [] if method == "self-refine" else [loaded.tokenizer.eos_id]
     short, long = encode("What is 3?"), encode("What is 3? " * 30)
@@ -189,8 +189,7 @@ def test_the_same_model_gives_the_same_answers(
 
 @pytest.fixture
 def model(models: dict[str, LoadedModel], tmp_path: Path) -> Path:
-    network, tokenizer, method, _ = models["self-refine"]
-    save_model(tmp_path / "model", network, tokenizer, method, stage="test")
+    save_model(tmp_path / "model", models["self-refine"])
     return tmp_path / "model"
 
 

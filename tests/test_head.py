@@ -10,12 +10,12 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import BLANK, tiny_model
 from torch import Tensor
 
 from freda.methods.draft import likeliest, loss_and_hit, predict
 from freda.model import head
 from freda.model.head import Logits, aligned, chunks
+from tests.helpers import BLANK, tiny_model
 
 
 def some_logits(dtype: torch.dtype = torch.float32, *, learn: bool = False) -> Logits:

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.decode.generate import Request, generate
+from freda.decode.generate import generate
+from freda.decode.request import Request
 from freda.errors import FredaError
 from freda.eval import likelihood
 from freda.eval.likelihood import Scored, choice_log_probs, log_likelihood
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import LoadedModel
+from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
 from tests.conftest import BLANK, tiny_model
+from tests.helpers import method
 
 BLOCKS = ["self-refine", "block-diffusion", "best-of-n"]
 ALL = [*BLOCKS, "autoregressive"]
@@ -29,10 +30,8 @@ Pairs = list[tuple[list[int], list[int]]]
 def load(name: str, *, size: int = 4, blank: int = BLANK, **settings: Any) -> LoadedModel:
     model = tiny_model()
     model.blank_id = blank  # a smaller vocabulary: logits are cut to the ids below it
-    if name == "best-of-n":
-        model.scorer = Scorer(model.config, last_layer=False)
-    config = MethodConfig(name=name, block_size=size, **settings)  # type: ignore[arg-type]
-    return LoadedModel(model, None, config, "test")  # type: ignore[arg-type]
+    scorer = Scorer(model.config, last_layer=False) if name == "best-of-n" else None
+    return LoadedModel(Parts(model, scorer), None, method(name, block_size=size, **settings), "test")  # type: ignore[arg-type]
 
 
 def words(count: int, seed: int = 0, top: int = BLANK) -> list[int]:
@@ -55,7 +54,7 @@ def hidden_by_hand(model: Transformer, ids: list[int], size: int) -> Tensor:
 @torch.no_grad()
 def by_hand(loaded: LoadedModel, context: list[int], continuation: list[int], *, fast: bool = False) -> Tensor:
     """The conditionals (continuation, V) from the definition: one forward for each position."""
-    model, size, text = loaded.model, loaded.method.block_size, context + continuation
+    model, size, text = loaded.backbone, loaded.method.block_size, context + continuation
     rows = []
     for place in range(len(context), len(text)):
         if loaded.method.name == "autoregressive":
@@ -168,7 +167,7 @@ def test_greedy_says_that_every_token_is_the_most_probable(name: str) -> None:
 def test_the_first_conditional_is_that_of_the_first_pass_of_decoding(name: str, given: int) -> None:
     loaded, context = load(name), words(given, seed=given)
     asked = [Request(prompt=context, max_new_tokens=1, passes=1, width=1, threshold=2.0)]
-    made = generate(loaded.model, METHODS[name], loaded.method, asked, stop_ids=[])[0].tokens  # type: ignore[index]
+    made = generate(loaded.parts, loaded.method, asked, stop_ids=[])[0].tokens
     assert [log_likelihood(loaded, [(context, [token])])[0].greedy for token in range(BLANK)].count(True) == 1
     assert log_likelihood(loaded, [(context, made)])[0].greedy
 
@@ -201,7 +200,7 @@ def watch(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tu
     """Record rows and tokens of every forward, and how many positions get logits."""
     forwards: list[tuple[int, int]] = []
     heads: list[int] = []
-    forward, logits = loaded.model.forward, loaded.model.logits
+    forward, logits = loaded.backbone.forward, loaded.backbone.logits
 
     def seen(x: Tensor, *rest: Any) -> Any:
         forwards.append((x.shape[0], x.shape[1]))
@@ -211,8 +210,8 @@ def watch(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tu
         heads.append(len(hidden))
         return logits(hidden)
 
-    monkeypatch.setattr(loaded.model, "forward", seen)
-    monkeypatch.setattr(loaded.model, "logits", counted)
+    monkeypatch.setattr(loaded.backbone, "forward", seen)
+    monkeypatch.setattr(loaded.backbone, "logits", counted)
     return forwards, heads
 
 
@@ -280,7 +279,7 @@ def test_a_batch_of_no_tokens_is_refused() -> None:
 def test_low_precision_weights_are_summed_in_full(name: str) -> None:
     loaded, pairs = load(name), some_pairs(1)
     expected = log_likelihood(loaded, pairs)
-    loaded.model.to(torch.bfloat16)
+    loaded.backbone.to(torch.bfloat16)
     for got, want in zip(log_likelihood(loaded, pairs), expected, strict=True):
         assert got.log_prob == math.fsum(got.tokens)
         assert got.log_prob == pytest.approx(want.log_prob, abs=0.15 * len(got.tokens))
@@ -324,13 +323,13 @@ def test_choices_of_nothing_and_of_the_wrong_number() -> None:
 def test_flex_equals_sdpa(name: str, fast: bool) -> None:
     loaded, pairs = load(name), some_pairs(1)
     expected = log_likelihood(loaded, pairs, fast=fast)
-    loaded.model.backend = "flex"
+    loaded.backbone.backend = "flex"
     assert close(log_likelihood(loaded, pairs, fast=fast), expected, 1e-4)
 
 
 def test_flex_is_shown_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load("self-refine")
-    loaded.model.backend = "flex"
+    loaded.backbone.backend = "flex"
     forwards, _ = watch(loaded, monkeypatch)
     log_likelihood(loaded, [(words(n, n), words(1 + n % 5, n)) for n in range(4, 250, 10)], batch_tokens=600)
     assert len(forwards) > 10 and {tokens for _, tokens in forwards} <= {128, 256}
@@ -343,6 +342,6 @@ def test_flex_is_shown_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_equals_the_cpu(name: str, backend: str) -> None:
     loaded, pairs = load(name)._replace(model=tiny_model(head_dim=32)), some_pairs(1)
     expected = log_likelihood(loaded, pairs)
-    loaded.model.cuda().backend = backend  # type: ignore[assignment]
+    loaded.backbone.cuda().backend = backend  # type: ignore[assignment]
     for got, want in zip(log_likelihood(loaded, pairs), expected, strict=True):
         assert got.tokens == pytest.approx(want.tokens, abs=2e-3)

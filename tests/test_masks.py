@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from freda.model import masks
 from freda.model.attention import make_mask
 from freda.model.masks import CLEAN, DRAFT, Tokens
-from tests.conftest import packed_batch
+from tests.helpers import packed_batch
 
 
 def brute_force(q: tuple[int, int, int, int], k: tuple[int, int, int, int]) -> bool:

@@ -16,7 +16,7 @@ import pytest
 
 from freda.data import mini, mini_code, mini_math
 from freda.data.config import DocumentsConfig, MiniConfig, PrepareConfig, PrepareFile, SourceConfig
-from freda.data.documents import Document, read
+from freda.data.documents import Document, Source, read
 from freda.data.generators import GENERATORS
 from freda.data.mini_item import Item
 from freda.data.mini_logic import World
@@ -270,9 +270,9 @@ def test_wordings_vary_and_solutions_do_not() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_make_the_whole(kind: mini.MiniKind) -> None:
-    config, settings = DocumentsConfig(kind=kind), PrepareFile(mini=PLAIN)
-    whole = list(read(config, Path(), settings))
-    parts = [list(read(config, Path(), settings, part=part, parts=3)) for part in range(3)]
+    source = Source(DocumentsConfig(kind=kind), generator=PLAIN)
+    whole = list(read(source))
+    parts = [list(read(source, part=part, parts=3)) for part in range(3)]
     assert [one for row in itertools.zip_longest(*parts) for one in row if one is not None] == whole
     assert all(isinstance(one, Document) for one in whole)
     assert collections.Counter(one.split for one in whole) == {"train": 200, "validation": 20}  # type: ignore[union-attr]

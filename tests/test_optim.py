@@ -16,16 +16,14 @@ from torch import Tensor
 
 from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
-from freda.methods.config import MethodConfig
-from freda.model import kernels
+from freda.folders.model_folder import load_model
 from freda.model.config import ModelConfig
-from freda.model.transformer import Transformer
-from freda.model.weights import load_model
+from freda.model.parts import Parts
 from freda.train import loop, setup
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import adamw_rates, clip_and_update, make_optimizer, total_norm
 from freda.train.parallel import Root
-from tests.conftest import tiny_model
+from tests.helpers import method, tiny_model
 
 KERNEL = """
 import torch
@@ -75,15 +73,15 @@ def test_norms_are_summed_in_fp32() -> None:
     assert total_norm(gradients).item() == pytest.approx(1003**0.5, rel=1e-6)
 
 
-def sum_of_weights(model: Transformer) -> torch.Tensor:
-    assert model.norm.weight.dtype == torch.bfloat16
-    return sum((weight.float().sum() for weight in model.parameters()), torch.zeros(()))
+def sum_of_weights(parts: Parts) -> torch.Tensor:
+    assert parts.backbone.norm.weight.dtype == torch.bfloat16
+    return sum((weight.float().sum() for weight in parts.parameters()), torch.zeros(()))
 
 
 def test_copies_follow_their_weights() -> None:
     """Made once, made anew where a weight was written to, and only there; gradients add up in fp32."""
     model = tiny_model()
-    root = Root(model)
+    root = Root(Parts(model))
     first = root.in_bfloat16(sum_of_weights)
     copies = root.copies
     copies[model.norm.weight].data.fill_(7)  # would be noticed if it were made anew
@@ -122,8 +120,8 @@ def plain_update(
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(update=plain_update)
-    monkeypatch.setitem(sys.modules, "freda.model.kernels.adamw", module)
-    monkeypatch.setattr(kernels, "adamw", module, raising=False)
+    monkeypatch.setitem(sys.modules, "freda.train.adamw_kernel", module)
+    monkeypatch.setattr("freda.train.adamw_kernel", module, raising=False)
 
 
 @pytest.fixture
@@ -146,7 +144,7 @@ def config(shards: Path, init: str = "", **train: object) -> RunConfig:
     return RunConfig(
         model=ModelConfig() if init else shape,
         data=DataConfig(path=str(shards), seq_len=64),
-        method=MethodConfig(name="best-of-n", scorer_layer=True) if init else MethodConfig(),
+        method=method("best-of-n", scorer_layer=True) if init else method(),
         train=TrainConfig(init=init, validation_rows=4, dtype="bfloat16", clip=0.5, **settings),  # type: ignore[arg-type]
     )
 
@@ -186,14 +184,14 @@ def test_training_keeps_weights_and_copies_together(
     for together in (True, False):
         monkeypatch.setattr(setup.Run, "updates_copies", together)
         run = loop.setup(config(shards, init))
-        before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+        before = {name: weight.detach().clone() for name, weight in run.parts.named_parameters()}
         losses = []
         for step in range(4):
             losses += [loop.take_step(run, step)["loss"], loop.validate(run)["loss"]]
             for weight, copy in run.root.copies.items():
                 assert torch.equal(copy, weight.bfloat16()) and copy.requires_grad == weight.requires_grad
                 assert weight.grad is None and copy.grad is None
-        for name, weight in run.model.named_parameters():
+        for name, weight in run.parts.named_parameters():
             assert torch.equal(weight, before[name]) == (scores and not name.startswith("scorer.")), name
             own = name.startswith("scorer.") and not name.startswith("scorer.last_layer.")
             assert (weight in run.root.copies) != own, "the scorer's own weights stay as they are"
@@ -208,14 +206,14 @@ def test_a_run_with_copies_goes_on_where_it_was(shards: Path, tmp_path: Path, up
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-4")
     (tmp_path / "cut" / "latest").write_text("step-2\n")
     loop.train(loop.resume_run(tmp_path / "cut"), tmp_path / "cut", resume=True)
-    whole, cut = (load_model(tmp_path / name).model.state_dict() for name in ("whole", "cut"))
+    whole, cut = (load_model(tmp_path / name).backbone.state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(tensor, whole[name]) for name, tensor in cut.items())
 
 
 def test_copies_do_not_trust_the_librarys_fused_optimizer(shards: Path) -> None:
     """It writes to weights without raising their versions; so it is with several groups a step on a GPU."""
     run = loop.setup(config(shards, group_rows=1))
-    run.optimizer = make_optimizer(run.model, run.config.train, fused=True)
+    run.optimizer = make_optimizer(run.parts, run.config.train, fused=True)
     for step in range(2):
         loop.take_step(run, step)
         loop.validate(run)
@@ -253,7 +251,7 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = loop.setup(config)
         assert run.updates_copies == copies
         losses = [loop.take_step(run, step)["loss"] for step in range(8)]
-        found.append((losses, [weight.detach().clone() for weight in run.model.parameters()]))
+        found.append((losses, [weight.detach().clone() for weight in run.parts.parameters()]))
     assert found[0][0] == pytest.approx(found[1][0], rel=2e-3)
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert ((one - other).norm() / other.norm()).item() < 1e-2

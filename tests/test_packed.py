@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_device import PlainMachine
 
 from freda.decode.pages import Pages
 from freda.decode.shapes import BlockTable, ForwardShape
-from freda.model import quantize
+from freda.folders import quantize
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
+from tests.helpers import PlainBackend
 
 VOCABULARY, PAGE = 205, 16
 CASES = [
@@ -94,13 +94,13 @@ def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, w
     given = ids.flatten().to(device), alpha.flatten().to(device)
     tokens = torch.arange(count * rows.tokens, device=device).view(count, rows.tokens)[:, -rows.block :]
     found = []
-    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1], int8=int8)):
+    for backend in (PlainBackend(model, storage[0]), PackedModel(model, storage[1], int8=int8)):
         with patch.object(pages, "MANY", 1 if whole else pages.MANY), patch.object(pages, "cut_for", cut):
-            buffers = machine.buffers(count, rows, long=case == 6)
-            machine.run(given, texts, rows, buffers)  # type: ignore[arg-type]
+            buffers = backend.buffers(count, rows, long=case == 6)
+            backend.run(given, texts, rows, buffers)  # type: ignore[arg-type]
         with patch.object(pick, "IDS_AT_ONCE", 64 if case % 2 else pick.IDS_AT_ONCE):
-            first = machine.predict(tokens, buffers)  # type: ignore[arg-type]
-        found.append((machine.hidden(buffers).view(count, rows.tokens, -1), first))  # type: ignore[arg-type]
+            first = backend.predict(tokens, buffers)  # type: ignore[arg-type]
+        found.append((backend.hidden(buffers).view(count, rows.tokens, -1), first))  # type: ignore[arg-type]
     real = torch.ones(count, rows.tokens, dtype=torch.bool, device=device)
     real[:, : rows.commit] = (texts.pending > 0)[:, None]
     (plain, wanted), (fast, got) = found
@@ -128,9 +128,9 @@ def compare_prefill(device: str, dtype: torch.dtype, **shape: Any) -> float:
     storage = [Pages(model, 8, PAGE) for _ in range(2)]
     table = torch.randperm(8, generator=generator).view(2, 4).to(device, torch.int32)
     ids = torch.randint(0, model.blank_id, (2, 44), generator=generator).to(device)
-    for machine in (PlainMachine(model, storage[0]), PackedModel(model, storage[1])):
+    for backend in (PlainBackend(model, storage[0]), PackedModel(model, storage[1])):
         with torch.no_grad():
-            machine.prefill(ids, table, 4)
+            backend.prefill(ids, table, 4)
     both = zip(*(pages.layers for pages in storage), strict=True)
     pairs = [pair for layers in both for pair in zip(*layers, strict=True)]
     return max(((one - two).float().norm() / one.float().norm()).item() for one, two in pairs)
@@ -151,9 +151,8 @@ def check_picks() -> None:
 SHAPES = [{}, {"heads": 4, "kv_heads": 2, "head_dim": 128}, {"qk_norm": False, "qkv_bias": True}]
 
 PROGRAM = """
-import sys, json, torch
-sys.path.insert(0, "tests")
-from test_packed import CASES, SHAPES, check_picks, compare, compare_prefill
+import json, torch
+from tests.test_packed import CASES, SHAPES, check_picks, compare, compare_prefill
 check_picks()
 for shape in SHAPES:
     assert compare_prefill("cpu", torch.float32, **shape) < 1e-5

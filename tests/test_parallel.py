@@ -23,16 +23,17 @@ from freda.data.config import CorpusConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.errors import AgreedError, FredaError
-from freda.methods import best_of_n
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import load_model
+from freda.methods.best_of_n import BestOfN
 from freda.methods.method import Step
+from freda.methods.self_refine import SelfRefine
 from freda.model.config import ModelConfig
-from freda.model.weights import load_model
+from freda.model.parts import Parts
 from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.ranks import run_ranks
+from tests.helpers import method, run_ranks
 
 METHODS = ("autoregressive", "block-diffusion", "self-refine", "best-of-n", "best-of-n-layer", "best-of-n-beam")
 TOLERANCE = {"rel": 5e-6, "abs": 5e-6}  # fp32 sums in another order, through six steps; seen: 1e-6
@@ -49,12 +50,12 @@ def config(folder: Path, name: str, **train: object) -> RunConfig:
     beam = name.endswith("beam")
     base = str(folder / ("less-raw" if beam else "base"))
     settings |= {"reshard": name != "autoregressive", "init": base if scores else ""}
-    method = MethodConfig(name="best-of-n" if scores else name, scorer_layer=name.endswith("layer"))  # type: ignore[arg-type]
-    method = replace(method, negatives="beam", num_negatives=15) if beam else method
+    more = {"negatives": "beam", "num_negatives": 15} if beam else {}
+    more |= {"scorer_layer": name.endswith("layer")} if scores else {}
     return RunConfig(
         model=ModelConfig() if scores else shape,
         data=DataConfig(path=str(folder / "data"), seq_len=64),
-        method=method,
+        method=method("best-of-n" if scores else name, **more),
         train=TrainConfig(**{**settings, **train}),  # type: ignore[arg-type]
     )
 
@@ -78,7 +79,7 @@ def assert_same_run(one: Path, two: Path) -> None:
             assert (key in line) == (key in other)
             if key in line:
                 assert other[key] == pytest.approx(line[key], **TOLERANCE), (line["step"], key)
-    left, right = (load_model(run).model.state_dict() for run in (one, two))
+    left, right = (load_model(run).backbone.state_dict() for run in (one, two))
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         if name == "scorer.mlp.2.bias":
@@ -112,9 +113,7 @@ def train_everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
         "nan": _nan_of_one_rank(ranks, folder),
         "full": [_full_disk_of_one_rank(ranks, folder, where) for where in ("weights", "moments")],
         "stopped": _signal_to_one_rank(ranks, folder),
-        "proposer": _message(
-            replace(config(folder, "best-of-n"), method=MethodConfig(name="best-of-n", block_size=8)), ranks
-        ),
+        "proposer": _message(replace(config(folder, "best-of-n"), method=method("best-of-n", block_size=8)), ranks),
         "damaged": _damaged(ranks, folder),
         "share": _share(ranks, folder),
     }
@@ -124,7 +123,7 @@ def _share(ranks: Ranks, folder: Path) -> tuple[float, int]:
     """What part of all weights this rank holds, also after a validation, and in how many pieces they are gathered."""
     run = loop.setup(config(folder, "autoregressive"), None, ranks)
     loop.validate(run)
-    weights = list(run.model.parameters())
+    weights = list(run.parts.parameters())
     share = sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights)
     return share, sum(isinstance(module, FSDPModule) for module in run.root.modules())
 
@@ -152,22 +151,19 @@ def _error_of_one_rank(ranks: Ranks, folder: Path) -> str:
 
 def _nan_of_one_rank(ranks: Ranks, folder: Path) -> tuple[str, bool]:
     run = loop.setup(config(folder, "self-refine"), None, ranks)
-    inner, calls = run.method, list[int]()
+    calls = list[int]()
 
-    class Broken:
-        labels, validate, REFINES = inner.labels, inner.validate, inner.REFINES
-
-        @staticmethod
-        def loss(model: Any, batch: Batch, method: MethodConfig, step: Step) -> torch.Tensor:
+    class Broken(SelfRefine):
+        def loss(self, parts: Parts, batch: Batch, step: Step) -> torch.Tensor:
             calls.append(1)
             spoilt = float("nan") if (ranks.rank, len(calls)) == (1, 2) else 1.0
-            return inner.loss(model, batch, method, step) * spoilt
+            return super().loss(parts, batch, step) * spoilt
 
-    run.method = Broken  # type: ignore[assignment]
-    before = [weight.to_local().clone() for weight in run.model.parameters()]
+    run.config = replace(run.config, method=Broken())
+    before = [weight.to_local().clone() for weight in run.parts.parameters()]
     with pytest.raises(AgreedError) as caught:
         loop.take_step(run, 3)
-    same = all(torch.equal(old, new.to_local()) for old, new in zip(before, run.model.parameters(), strict=True))
+    same = all(torch.equal(old, new.to_local()) for old, new in zip(before, run.parts.parameters(), strict=True))
     return str(caught.value), same
 
 
@@ -248,14 +244,13 @@ def test_two_processes_train_what_one_trains(name: str, folder: Path, said: obje
 
 def test_the_ranks_of_a_beam_run_have_unlike_counts(folder: Path) -> None:
     """Else the mean over a group could be taken on each rank by itself, and no test would notice."""
-    settings = config(folder, "best-of-n-beam")
-    run = loop.setup(settings)
-    counts = []
+    run, counts = loop.setup(config(folder, "best-of-n-beam")), []
+    rule = run.method
+    assert isinstance(rule, BestOfN)
     for batch in (batch for step in range(STEPS) for batch in loop.read_batches(run, step)):
-        clean = best_of_n.frozen_clean_half(run.model, batch, settings.method)
-        logits = best_of_n.proposal(run.model, batch, clean, settings.method, passes=2)
-        slots = best_of_n.beam_slots(logits, batch, settings.method)
-        in_row = ((slots.target >= 0) & (batch.document >= 0)[:, :: settings.method.block_size]).sum(1)
+        clean = rule.frozen_clean_half(run.parts, batch)
+        slots = rule.beam_slots(rule.proposal(run.parts, batch, clean, passes=2), batch)
+        in_row = ((slots.target >= 0) & (batch.document >= 0)[:, :: rule.block_size]).sum(1)
         counts.append((int(in_row[:2].sum()), int(in_row[2:].sum())))
     assert any(left != right for left, right in counts if left and right), counts
     assert any(not left and right for left, right in counts) and (0, 0) in counts, counts
@@ -310,7 +305,7 @@ def test_an_error_of_one_rank_ends_all_with_one_message(folder: Path, said: list
     assert said[0]["unreadable"] == "rank 1: Input/output error: train-0.bin"
     assert loop.resume_run(folder / "unreadable").train.steps == STEPS
     assert (folder / "unreadable" / "latest").read_text() == "step-3\n", "the steps before it are kept"
-    assert "was trained with 4; use the same" in said[0]["proposer"] and "rank" not in said[0]["proposer"]
+    assert "was trained with 4" in said[0]["proposer"] and "rank" not in said[0]["proposer"]
 
 
 def test_a_loss_that_is_not_finite_names_step_rank_and_rows(said: list[dict[str, Any]]) -> None:

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import packed_batch, tiny_model
 
 from freda.cli import run
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
 from freda.model.masks import clean_tokens, concat, dense, draft_tokens
+from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.shapes import SHAPES, all_parameters, head_parameters, layer_parameters
 from freda.model.transformer import Transformer
 from freda.train import config as configs
 from freda.train.config import RunConfig, TrainConfig
-from freda.train.flops import counted, step_flops, visible_pairs
+from freda.train.flops import counted, visible_pairs
 from freda.train.optim import clip_and_update, make_optimizer
 from freda.train.plan import memory, plan_lines
 from freda.train.trackers import make_trackers, scalars
+from tests.helpers import method, packed_batch, tiny_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,15 +55,15 @@ def test_operations_of_a_step() -> None:
     """The count of the training benchmark: 6 × layers × both halves + 6 × head × drafts + 3 × attention."""
     shape, tokens = SHAPES["qwen3-4b"], 2 * 4096
     pairs = 2 * visible_pairs([4096], 4)
-    one, two, three = (step_flops(shape, MethodConfig(), tokens, pairs, t) for t in (1, 2, 3))
+    one, two, three = (method().flops(shape, tokens, pairs, t) for t in (1, 2, 3))
     attention = 3 * 2 * 4 * 36 * 32 * 128 * pairs
     assert one == pytest.approx(6 * 3.6335e9 * 2 * tokens + 6 * 0.38896e9 * tokens + attention, rel=1e-4)
     forward = 2 * (3.6335e9 + 0.38896e9) * tokens + attention / 6
     assert two - one == pytest.approx(forward, rel=1e-4) and three - two == pytest.approx(forward, rel=1e-4)
-    plain = step_flops(shape, MethodConfig(name="autoregressive"), tokens, pairs, 3)
+    plain = method("autoregressive").flops(shape, tokens, pairs, 3)
     assert plain == pytest.approx(3 * forward, rel=1e-4)
-    assert step_flops(shape, MethodConfig(name="block-diffusion"), tokens, pairs, 3) == one
-    scorer = step_flops(shape, MethodConfig(name="best-of-n", num_negatives=4), tokens, pairs, 1)
+    assert method("block-diffusion").flops(shape, tokens, pairs, 3) == one
+    scorer = method("best-of-n", num_negatives=4).flops(shape, tokens, pairs, 1)
     assert scorer < 7.1 * forward, "no backward through the backbone"
 
 
@@ -75,12 +75,12 @@ def test_the_recipes_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
         ("block-diffusion-4b", 10.0),
     ):
         config = configs.load(ROOT / "configs" / f"{name}.toml")
-        train, method = config.train, config.method
+        train = config.train
         assert train.steps * train.batch_rows * config.data.seq_len / 1e9 == pytest.approx(billions, rel=1e-3)
         values = (train.lr, train.warmup_steps, train.weight_decay, train.beta1, train.beta2, train.clip, train.seed)
         assert values == (5e-5, 250, 0.01, 0.9, 0.999, 1.0, 42)
         assert (train.schedule, train.dtype, train.backbone_lr_scale) == ("constant", "bfloat16", 1.0)
-        assert (method.block_size, config.data.seq_len, train.batch_rows) == (4, 4096, 128)
+        assert (config.method.block_size, config.data.seq_len, train.batch_rows) == (4, 4096, 128)
         asked = ["train", str(ROOT / "configs" / f"{name}.toml"), "--dry-run", "--gpus", "64", "--shape", "qwen3-4b"]
         assert run(asked) == 0
         shown = capsys.readouterr().out
@@ -122,9 +122,9 @@ def test_plans(tmp_path: Path) -> None:
 
 def test_the_backbone_may_learn_slower_than_the_scorer() -> None:
     model = tiny_model()
-    model.scorer = Scorer(model.config, last_layer=True)
-    optimizer = make_optimizer(model, TrainConfig(backbone_lr_scale=0.1, weight_decay=0.5))
-    names = {id(weight): name for name, weight in model.named_parameters()}
+    parts = Parts(model, Scorer(model.config, last_layer=True))
+    optimizer = make_optimizer(parts, TrainConfig(backbone_lr_scale=0.1, weight_decay=0.5))
+    names = {id(weight): name for name, weight in parts.named_parameters()}
     seen = set()
     for group in optimizer.param_groups:
         for weight in group["params"]:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from freda.data import tasks
-from freda.data.config import CorpusConfig, DocumentsConfig, PrepareConfig, PrepareFile, SourceConfig
+from freda.data.config import CorpusConfig, DocumentsConfig, PrepareConfig, PrepareFile, SourceConfig, load_prepare
 from freda.data.estimate import duration, estimate, plan_lines
 from freda.data.prepare import budgets, next_wave, prepare, prepare_corpus, with_revisions
 from freda.data.shards import Documents, Manifest, ShardInfo
@@ -27,7 +27,6 @@ from freda.data.synthetic import problems_of
 from freda.data.tasks import Outcome, Task, Worker
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.errors import FredaError
-from freda.train.config import load
 
 ROOT = Path(__file__).parent.parent
 WORDS = [
@@ -117,7 +116,7 @@ def test_the_embedded_corpus(tmp_path: Path) -> None:
     none = prepare_corpus(dataclasses.replace(corpus, validation_problems=0), tmp_path / "none")
     assert none.splits["validation"].documents == 0
     shipped = Path(__file__).parent.parent / "configs" / "corpus-sums.toml"
-    assert load(shipped).corpus == CorpusConfig()
+    assert load_prepare(shipped).corpus == CorpusConfig()
 
 
 def test_the_same_bytes_whatever_the_number_of_processes(root: Path) -> None:
@@ -152,8 +151,8 @@ def test_under_torchrun(root: Path) -> None:
 def test_the_mixture_is_by_tokens(root: Path) -> None:
     write_source(root / "two.jsonl", 400, words=3)  # short documents: shares of documents would differ
     config = mixture(tokens=6000, validation_share=0.0)
-    assert budgets(config) == {"one": 4500, "two": 1500}
-    assert budgets(mixture(tokens=1)) == {"one": 1, "two": 1} and budgets(mixture()) == {"one": 0, "two": 0}
+    assert budgets(6000, config.source) == {"one": 4500, "two": 1500}
+    assert budgets(1, config.source) == {"one": 1, "two": 1} and budgets(0, config.source) == {"one": 0, "two": 0}
     manifest = prepare(config, root / "out", root=root)
     tokens = {
         name: sum(s.tokens for s in manifest.splits["train"].shards if s.source == name) for name in ("one", "two")
@@ -530,7 +529,7 @@ def command_of(pid: str) -> str:
 
 def test_a_killed_worker_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "__reduce__", lambda self: (os._exit, (1,)), raising=False)
-    with pytest.raises(FredaError, match="a worker process was killed, perhaps for want of memory"):
+    with pytest.raises(FredaError, match=r"killed.*--workers"):
         prepare(mixture(), root / "out", root=root, workers=2)
     alive = [child.pid for child in multiprocessing.active_children() if "spawn_main" in command_of(str(child.pid))]
     assert not alive  # a child that two threads have waited for may be listed, though it is gone
@@ -561,7 +560,7 @@ def test_two_processes_on_one_folder(root: Path, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("both write")
 
     monkeypatch.setattr("freda.data.prepare._all_waves", meet)
-    with pytest.raises(FredaError, match=r"another process is writing .*out; wait for it or choose another folder"):
+    with pytest.raises(FredaError, match=r"another process is writing .*out; wait"):
         prepare(mixture(), root / "out", root=root)
 
 
@@ -593,6 +592,47 @@ def test_nothing_of_others_is_overwritten(root: Path, names: list[str]) -> None:
     assert contents(root / "out") == {name: b"mine" for name in names}
     with pytest.raises(FredaError, match="is a file; name a folder"):
         prepare(mixture(), root / "one.jsonl", root=root)
+
+
+# -- validation documents ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("documents", "tokens"), [(2, 0), (20, 0), (20, 300)])
+def test_a_small_corpus_holds_out_one_document(root: Path, documents: int, tokens: int) -> None:
+    write_source(root / "one.jsonl", documents)
+    settings = PrepareConfig(vocab_size=300, parts=2, validation_share=1e-6, tokens=tokens)
+    config = PrepareFile(prepare=settings, source={"one": SourceConfig(path="one.jsonl", epochs=5)})
+    notes: list[str] = []
+    manifest = prepare(config, root / "out", root=root, note=notes.append)
+    held_out = texts(root / "out", "validation")
+    assert len(held_out) == 1 and held_out[0] not in texts(root / "out")
+    assert tokens or manifest.splits["train"].documents == documents - 1
+    assert any("validation_share" in note for note in notes)
+    assert prepare(config, root / "out", root=root) == manifest, "the folder is still that of the config"
+    shared = prepare(config, root / "shared", root=root, workers=2)
+    assert shared == manifest and contents(root / "shared") == contents(root / "out")
+
+
+def test_no_document_is_held_out_where_there_is_one_or_none_is_wanted(root: Path) -> None:
+    assert prepare(mixture(validation_share=0.0), root / "out", root=root).splits["validation"].documents == 0
+    write_source(root / "one.jsonl", 1)
+    settings = PrepareConfig(vocab_size=300, validation_share=1e-6)
+    single = PrepareFile(prepare=settings, source={"one": SourceConfig(path="one.jsonl")})
+    manifest = prepare(single, root / "single", root=root)
+    assert [manifest.splits[split].documents for split in ("train", "validation")] == [1, 0]
+
+
+def test_another_corpus_can_be_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(mixture(parts=5), root / "out", root=root)
+    with pytest.raises(FredaError, match=r"prepare.parts 5 \(now 3\).*--replace"):
+        prepare(mixture(), root / "out", root=root)
+    with monkeypatch.context() as patch:
+        patch.setattr("freda.data.prepare._provide_tokenizer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(mixture(), root / "out", root=root, replace_other=True)
+    prepare(mixture(), root / "out", root=root)  # what was interrupted is resumed, without being asked again
+    prepare(mixture(), root / "fresh", root=root)
+    assert contents(root / "out") == contents(root / "fresh")
 
 
 # -- tokenizers and the plan -----------------------------------------------------------------------------------------
@@ -643,3 +683,18 @@ def test_the_plan_says_what_would_be_done(root: Path) -> None:
     (root / "two.jsonl").write_text("")
     assert "two " in "\n".join(plan_lines(mixture(), root, 1)), "what a run would drop does not stop a plan"
     assert [duration(s) for s in (5, 600, 9000)] == ["5 s", "10 min", "2.5 h"]
+
+
+def test_the_plan_of_generated_documents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("freda.data.estimate.PROBED", 20_000)
+    corpus = CorpusConfig(problems=2000, validation_problems=10, vocab_size=300)
+    found = estimate(PrepareFile(corpus=corpus), Path())[0][0]
+    whole = prepare_corpus(corpus, tmp_path / "out").splits["train"].tokens
+    assert found.tokens == found.wanted == pytest.approx(whole, rel=0.05) and found.files == -1
+    line = plan_lines(PrepareFile(corpus=corpus), Path(), 1)[1]
+    assert "unknown" not in line and "?" not in line and line.split()[:3] == ["sums", "-", "-"]
+
+
+def test_a_missing_tokenizer_names_the_folder_of_relative_paths(root: Path) -> None:
+    with pytest.raises(FredaError, match=r"prepare.tokenizer: .*nowhere.*--data"):
+        prepare(mixture(tokenizer="nowhere"), root / "out", root=root)

@@ -28,8 +28,9 @@ from freda.eval.task import Example, Graded, checksum, json_rows
 from freda.eval.tasks import TASKS, math500
 from freda.eval.tasks.gpqa import COLUMNS
 from freda.files import locked
+from freda.folders.model_folder import LoadedModel, save_model
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel, save_model
 from tests.conftest import answering_model
 
 SUMS = TASKS["sums"]
@@ -98,12 +99,12 @@ def test_another_model_dtype_setting_or_version_is_refused(
 ) -> None:
     out = tmp_path / "out"
     evaluate(Model(loaded), SUMS, asked, out, settings=SHORT)
-    other = Transformer(loaded.model.config, loaded.tokenizer.blank_id)
-    other.load_state_dict(loaded.model.state_dict())
+    other = Transformer(loaded.backbone.config, loaded.tokenizer.blank_id)
+    other.load_state_dict(loaded.backbone.state_dict())
     with torch.no_grad():
         list(other.parameters())[-1].add_(0.01)
     for changed, settings, message in (
-        (loaded._replace(model=other), SHORT, "model .* \\(now"),
+        (loaded._replace(parts=Parts(other)), SHORT, "model .* \\(now"),
         (loaded._replace(method=dataclasses.replace(loaded.method, rescale=True)), SHORT, "rescale False"),
         (loaded, dataclasses.replace(SHORT, threshold=0.5), r"threshold 0.3 \(now 0.5\);"),
     ):
@@ -254,7 +255,7 @@ def test_a_score_made_of_errors_is_an_error(
 ) -> None:
     """Every prompt is longer than the model has positions."""
     small = answering_model(["one two three four"] * 50, seed=0, max_positions=16)
-    save_model(tmp_path / "model", small.model, small.tokenizer, small.method, stage="test")
+    save_model(tmp_path / "model", small)
     command = ["eval", str(tmp_path / "model"), "--task", "sums", "--data", str(tmp_path), "--limit", "2"]
     assert run(command) == 2
     shown = capsys.readouterr()
@@ -288,7 +289,7 @@ def test_progress_is_a_line_on_a_terminal_and_sparse_in_a_log(monkeypatch: pytes
 def test_fingerprints_see_signs_and_places() -> None:
     loaded = answering_model(["one two three four"] * 50, seed=0)
     seen = [fingerprint(loaded)]
-    weight = loaded.model.layers[0].mlp.up_proj.weight
+    weight = loaded.backbone.layers[0].mlp.up_proj.weight
     assert seen[0] == fingerprint(loaded)
     with torch.no_grad():
         weight.neg_()
@@ -297,6 +298,6 @@ def test_fingerprints_see_signs_and_places() -> None:
         seen.append(fingerprint(loaded))
         weight[0, 0] += 1e-6
         seen.append(fingerprint(loaded))
-    loaded.model.bfloat16()
+    loaded.backbone.bfloat16()
     seen.append(fingerprint(loaded))
     assert len(set(seen)) == 5

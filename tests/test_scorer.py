@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from freda.model.attention import make_mask
+from freda.model.masks import clean_tokens
 from freda.model.scorer import Scorer
-from tests.conftest import tiny_model
+from tests.helpers import tiny_model
 
 
 @pytest.fixture
@@ -54,3 +56,15 @@ def test_positions_that_do_not_count_change_nothing(scorer: Scorer) -> None:
     noisy = hidden.clone()
     noisy[:, 3] += 5
     torch.testing.assert_close(scorer(noisy, embedding, counted), scorer(hidden, embedding, counted))
+
+
+def test_a_scorers_own_layer_starts_as_the_backbones() -> None:
+    model = tiny_model(qk_norm=False, qkv_bias=True)
+    scorer = Scorer(model.config, last_layer=True)
+    scorer.init_weights(0, model)
+    assert scorer.layer.self_attn.q_norm.weight.shape == (8,), "the scorer's layer is of Qwen3's kind"
+    position = torch.arange(8)[None]
+    tokens = clean_tokens(torch.zeros_like(position), position, 4)
+    x, mask = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0)), make_mask(tokens, tokens, "sdpa")
+    out = model(x, position, mask)
+    torch.testing.assert_close(scorer.soft_channel(model, out, position, mask, None), out.hidden)

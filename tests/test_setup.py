@@ -22,17 +22,18 @@ from freda.data.config import CorpusConfig
 from freda.data.prepare import prepare_corpus
 from freda.data.tokenizer import Tokenizer
 from freda.errors import AgreedError, FredaError
-from freda.methods.config import MethodConfig
+from freda.folders.convert import convert
+from freda.folders.model_folder import SCORER_FILE, LoadedModel, load_model, save_model
+from freda.folders.quantize import SCALE
 from freda.model.config import ModelConfig
-from freda.model.quantize import SCALE, quantize_model
+from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from freda.model.weights import SCORER_FILE, load_model, save_model
 from freda.train import loop
 from freda.train import setup as starting
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.ranks import run_ranks
+from tests.helpers import method, run_ranks
 
 # Many small weights, so that holding one whole is far from holding all; biases; a head of its own.
 SHAPE = ModelConfig(
@@ -55,7 +56,7 @@ def config(folder: Path, case: str) -> RunConfig:
     return RunConfig(
         model=ModelConfig() if scores else SHAPE,
         data=DataConfig(path=str(folder / "data"), seq_len=32),
-        method=MethodConfig(name="best-of-n" if scores else "self-refine", scorer_layer=scores),
+        method=method("best-of-n", scorer_layer=True) if scores else method(),
         train=replace(train, init=str(folder / init) if init else ""),
     )
 
@@ -107,10 +108,10 @@ def _started(ranks: Ranks, folder: Path, case: str) -> dict[str, float]:
     with LiveBytes() as live:
         run = loop.setup(config(folder, case), resumed_from(folder, case), ranks)
     starting.shard = inner
-    weights = {name: weight.full_tensor().detach() for name, weight in run.model.named_parameters()}
+    weights = {name: weight.full_tensor().detach() for name, weight in run.parts.named_parameters()}
     if ranks.first:
-        save_file({**weights, **dict(run.model.named_buffers())}, folder / f"{case}-{ranks.world}.safetensors")
-    learning = {name for name, weight in run.model.named_parameters() if weight.requires_grad}
+        save_file({**weights, **dict(run.parts.named_buffers())}, folder / f"{case}-{ranks.world}.safetensors")
+    learning = {name for name, weight in run.parts.named_parameters() if weight.requires_grad}
     assert learning == {name for name in weights if not scored(case) or name.startswith("scorer.")}
     sizes = [weight.nbytes for weight in weights.values()]
     return {"before": before[0], "most": live.most, "all": sum(sizes), "largest": max(sizes)}
@@ -124,17 +125,17 @@ def _refused(ranks: Ranks, folder: Path, name: str) -> str:
 
 
 def _unreadable_on_one_rank(ranks: Ranks, folder: Path) -> str:
-    inner = starting.fill_model
+    inner = starting.fill_part
 
     def broken(*arguments: Any) -> None:
         if ranks.rank == 1:
             raise OSError(5, "Input/output error", "model.safetensors")
         inner(*arguments)
 
-    starting.fill_model = broken
+    starting.fill_part = broken
     with pytest.raises(AgreedError) as caught:
         loop.setup(config(folder, "half"), None, ranks)
-    starting.fill_model = inner
+    starting.fill_part = inner
     return str(caught.value)
 
 
@@ -187,14 +188,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer.load(folder / "data")
     model = Transformer(replace(SHAPE, vocab_size=tokenizer.size), tokenizer.blank_id)
     model.init_weights(1)
-    save_model(folder / "plain", model, tokenizer, MethodConfig(name="self-refine"), stage="I")
-    model.scorer = Scorer(model.config, last_layer=True)
-    model.scorer.init_weights(2, model)
+    save_model(folder / "plain", LoadedModel(Parts(model), tokenizer, method("self-refine"), "I"))
+    scorer = Scorer(model.config, last_layer=True)
+    scorer.init_weights(2, model)
     for target, dtype in (("half", torch.bfloat16), ("several", None)):
-        save_model(folder / target, model, tokenizer, MethodConfig(name="best-of-n"), stage="II", dtype=dtype)
+        save_model(
+            folder / target, LoadedModel(Parts(model, scorer), tokenizer, method("best-of-n"), "II"), dtype=dtype
+        )
     break_all(folder, folder / "several")
     for target in ("int8", "int8-several"):
-        quantize_model(folder / "several", folder / target)
+        convert(folder / "several", folder / target, dtype="int8")
     in_two_files(folder / "several")
     in_two_files(folder / "int8-several")
     loop.train(config(folder, "resumed"), folder / "run")
@@ -209,18 +212,18 @@ def said(folder: Path) -> dict[int, list[dict[str, Any]]]:
 # -- the tests -------------------------------------------------------------------------------------------------------
 
 
-def of_one_process(folder: Path, case: str) -> Transformer:
+def of_one_process(folder: Path, case: str) -> Parts:
     """The weights as nothing of `setup` makes them."""
     if case == "seed":
         tokenizer = Tokenizer.load(folder / "data")
         model = Transformer(replace(SHAPE, vocab_size=tokenizer.size), tokenizer.blank_id)
         model.init_weights(SEED)
-        return model
-    model = load_model(resumed_from(folder, case) or Path(config(folder, case).train.init)).model
+        return Parts(model)
+    parts = load_model(resumed_from(folder, case) or Path(config(folder, case).train.init)).parts
     if case == "new-scorer":
-        model.scorer = Scorer(model.config, last_layer=True)
-        model.scorer.init_weights(SEED, model)
-    return model
+        parts.scorer = Scorer(parts.backbone.config, last_layer=True)
+        parts.scorer.init_weights(SEED, parts.backbone)
+    return parts
 
 
 def named(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -232,7 +235,7 @@ def named(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def test_ranks_have_the_weights_of_one_process(case: str, world: int, folder: Path, said: object) -> None:
     expected = of_one_process(folder, case)
     whole = {**named(expected.named_parameters()), **named(expected.named_buffers())}
-    alone = loop.setup(config(folder, case), resumed_from(folder, case)).model
+    alone = loop.setup(config(folder, case), resumed_from(folder, case)).parts
     ranks = load_file(folder / f"{case}-{world}.safetensors")
     for found in ({**named(alone.named_parameters()), **named(alone.named_buffers())}, ranks):
         assert found.keys() == whole.keys() and len({name for name in whole if "inv_freq" in name}) == 1 + scored(case)

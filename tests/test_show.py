@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
 from freda.data.tokenizer import Tokenizer, train_tokenizer
-from freda.decode.generate import Pass
-from freda.decode.show import LiveDrafts, candidate_lines, colour, pass_line
+from freda.decode.request import Pass
+from freda.decode.show import COLOURS, LiveDrafts, candidate_lines, colour, legend, pass_line
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +77,36 @@ def test_in_place_on_a_terminal(tokenizer: Tokenizer, monkeypatch: pytest.Monkey
     shown = file.getvalue()
     assert "block 0, pass 1: 2 of 4 committed" in shown and "block 0, pass 2: 4 of 4 committed" in shown
     assert "\x1b[" in shown, "colours and cursor movements"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_table_stays_on_a_terminal_with_its_legend(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    file = io.StringIO()
+    with LiveDrafts([], tokenizer, file=file, keep=keep) as drafts:
+        drafts.console._force_terminal = True
+        for step in passes(tokenizer):
+            drafts(step)
+        drawn = len(file.getvalue())
+    left = file.getvalue()[drawn:]
+    assert (left.count("block 0 ") == 2 and all(mark in left for mark in "✓■→░")) == keep
+
+
+def test_the_legend_names_every_colour_and_mark() -> None:
+    line = legend()
+    assert {span.style for span in line.spans} >= {style for _, style in COLOURS}
+    assert all(f"{least:g}" in line.plain for least, _ in COLOURS)
+
+
+def test_narrow_terminals_break_between_words(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    file = io.StringIO()
+    with LiveDrafts([], tokenizer, file=file, keep=True) as drafts:
+        drafts.console._force_terminal = True
+        drafts(passes(tokenizer)[1])
+    words = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).split()
+    assert "committed," in words and "candidate," in words, "no word is cut in two"

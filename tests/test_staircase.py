@@ -13,15 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
 from freda.methods.draft import _is_staircase, clean_mask, draft_mask
 from freda.methods.method import Step
 from freda.model import masks, staircase
 from freda.model.attention import Pair, attend, pick_backend
 from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.parts import Parts
 from freda.model.staircase import Staircase, fits
-from tests.conftest import packed_batch, tiny_model
+from tests.helpers import method, packed_batch, tiny_model
 
 
 def tensors(length: int, *, heads: int = 4, kv_heads: int = 2, width: int = 64, dtype: torch.dtype) -> list[Tensor]:
@@ -106,7 +105,7 @@ def test_losses_of_whole_rows_are_those_of_the_mask(name: str) -> None:
     for backend in ("sdpa", "staircase"):
         model = tiny_model(head_dim=64, heads=4, kv_heads=2)
         model.backend = backend  # type: ignore[assignment]
-        loss = METHODS[name].loss(model, batch, MethodConfig(), step)  # type: ignore[index]
+        loss = method(name).loss(Parts(model), batch, step)
         loss.backward()
         found.append([loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)])
     for one, other in zip(*found, strict=True):

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import answering_model
 
 from freda.data.tokenizer import Tokenizer
 from freda.decode.stops import StopMatcher, cut_at_stop
+from tests.helpers import answering_model
 
 
 @pytest.fixture(scope="module")

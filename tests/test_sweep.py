@@ -25,9 +25,9 @@ from freda.eval.report.points import settings_of as settings_of_parts
 from freda.eval.sweep import run_sweep
 from freda.eval.task import Example, checksum
 from freda.eval.tasks import TASKS
-from freda.eval.teacher_forcing import solution_batch, stability, teacher_forced
+from freda.eval.teacher_forcing import solution_batch, stability
+from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.scorer import Scorer
-from freda.model.weights import LoadedModel, save_model
 from tests.conftest import answering_model
 
 SYSTEM = SystemConfig(models=("x",))
@@ -149,11 +149,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Manifest({"corpus": {"generator": 1, **dataclasses.asdict(corpus)}}, 8, 0, 0, "", {}).write(out)
     texts = [problem.document for problem in problems("train", 50, steps=1, max_number=30, seed=0)]
     for name in ("autoregressive", "block-diffusion", "self-refine", "best-of-n"):
-        model, tokenizer, method, _ = answering_model(texts, seed=1, method=name)
+        loaded = answering_model(texts, seed=1, method=name)
         if name == "best-of-n":
-            model.scorer = Scorer(model.config)
-            model.scorer.init_weights(1, model)
-        save_model(out / name, model, tokenizer, method, stage="test")
+            loaded.parts.scorer = Scorer(loaded.backbone.config)
+            loaded.parts.scorer.init_weights(1, loaded.backbone)
+        save_model(out / name, loaded)
     return out
 
 
@@ -277,7 +277,7 @@ def test_a_sweep_of_missing_or_mixed_models_is_refused(folder: Path, tmp_path: P
 
 
 def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from freda.model.weights import load_model
+    from freda.folders.model_folder import load_model
 
     loaded: LoadedModel = load_model(folder / "self-refine")
     examples = TASKS["sums"].load(folder, 5)
@@ -285,7 +285,7 @@ def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.M
     rows = stability(loaded, texts, 3)
     batch, given = solution_batch(loaded, texts)
     counted = ~given & (batch.document >= 0) & ~batch.fill
-    drafts = list(teacher_forced(loaded, batch, given, 3))
+    drafts = list(loaded.method.teacher_forced(loaded.parts, batch, given, 3))
     for number, row in enumerate(rows):
         now, before = drafts[number], drafts[number - 1] if number else None
         share = {"right": now == batch.tokens, "changed": torch.ones_like(counted)}
@@ -295,7 +295,7 @@ def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.M
             share["spoiled"] = (now != batch.tokens) & (before == batch.tokens)
         for name, mark in share.items():
             assert row[name] == pytest.approx(float((mark & counted).sum() / counted.sum())), (number, name)
-    clean = next(iter(teacher_forced(loaded, batch, given, 3, clean_draft=True)))
+    clean = next(iter(loaded.method.teacher_forced(loaded.parts, batch, given, 3, clean_draft=True)))
     assert rows[0]["kept"] == pytest.approx(float(((clean == batch.tokens) & counted).sum() / counted.sum()))
     assert rows[0]["kept"] != rows[0]["right"], "a clean draft is not a blank one"
     monkeypatch.setattr("freda.eval.teacher_forcing.MOST_LOGITS", 1)

@@ -30,7 +30,7 @@ from freda.eval.task import Example, Graded, checksum, json_rows, one_by_one
 from freda.eval.tasks import TASKS, gsm8k, math500
 from freda.eval.tasks.gpqa import COLUMNS
 from freda.eval.tasks.letters import CHOICES
-from freda.model.weights import LoadedModel, save_model
+from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import resize
 from tests.conftest import answering_model
 
@@ -408,7 +408,7 @@ def test_answers_that_are_no_token_cannot_be_chosen(data: Path, model: LoadedMod
 
 
 def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_model(tmp_path / "model", model.model, model.tokenizer, model.method, stage="test")
+    save_model(tmp_path / "model", model)
     place = ["--data", str(data), "--task", "mmlu"]
     assert run(["eval", str(tmp_path / "model"), *place, "--out", str(tmp_path / "out"), "--limit", "3"]) == 0
     shown = capsys.readouterr()

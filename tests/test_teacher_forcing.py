@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,11 +9,11 @@ from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.generate import Request, generate
 from freda.eval.teacher_forcing import solution_batch, token_accuracy
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import LoadedModel
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
+from tests.helpers import method
 
 TEST = problems("test", 12, steps=1, max_number=30, seed=0)
 
@@ -30,13 +28,13 @@ def loaded() -> LoadedModel:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
-    return LoadedModel(model, tokenizer, MethodConfig(), "test")
+    return LoadedModel(Parts(model), tokenizer, method(), "test")
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
 @pytest.mark.parametrize("passes", [1, 3])
 def test_token_accuracy_equals_generation_after_the_true_prefix(loaded: LoadedModel, name: str, passes: int) -> None:
-    loaded = loaded._replace(method=replace(loaded.method, name=name))  # type: ignore[type-var]
+    loaded = loaded._replace(method=method(name))
     right = total = 0
     for problem in TEST[:4]:
         text = [*loaded.tokenizer.encode(problem.document), loaded.tokenizer.eos_id]
@@ -46,7 +44,7 @@ def test_token_accuracy_equals_generation_after_the_true_prefix(loaded: LoadedMo
         while begin < len(text):
             end = min(begin - begin % size + size, len(text))
             asked = [Request(prompt=text[:begin], max_new_tokens=end - begin, passes=passes, threshold=2.0)]
-            made = generate(loaded.model, METHODS[name], loaded.method, asked, stop_ids=[])[0].tokens  # type: ignore[index]
+            made = generate(loaded.parts, method(name), asked, stop_ids=[])[0].tokens
             right += sum(a == b for a, b in zip(made, text[begin:end], strict=True))
             total += end - begin
             begin = end

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.methods import self_refine
-from freda.methods.config import MethodConfig
 from freda.methods.draft import clean_half, label_loss, start
 from freda.methods.method import Step
+from freda.methods.self_refine import SelfRefine
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 
 SYMBOLS, SIZE = 3, 2
 SPACE = torch.tensor(list(itertools.product(range(SYMBOLS), repeat=SIZE)))  # (9, 2)
-CONFIG = MethodConfig(block_size=SIZE)
+METHOD = SelfRefine(block_size=SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def predictions(model: Transformer, drafts: Tensor | None) -> Tensor:
     draft = start(tokens, torch.zeros_like(tokens, dtype=torch.bool), SYMBOLS)
     if drafts is not None:
         draft = draft._replace(ids=drafts, prob=torch.ones(drafts.shape, dtype=torch.float64))
-    logits = self_refine.pass_logits(model, clean_half(model, rows(tokens), SIZE), draft, CONFIG).all().double()
+    logits = METHOD.pass_logits(model, clean_half(model, rows(tokens), SIZE), draft).all().double()
     log_p = logits.log_softmax(-1)  # (drafts, SIZE, SYMBOLS)
     return sum(log_p[:, place, SPACE[:, place]] for place in range(SIZE))  # type: ignore[return-value]
 
@@ -113,7 +113,7 @@ def test_the_training_loss_is_the_surrogate_up_to_the_entropy_of_the_data(
     draft = start(drafts, torch.zeros_like(drafts, dtype=torch.bool), SYMBOLS)
     draft = draft._replace(ids=drafts, prob=torch.ones(drafts.shape, dtype=torch.float64))
     with torch.no_grad():
-        logits = self_refine.pass_logits(toy, clean_half(toy, rows(texts), SIZE), draft, CONFIG)
+        logits = METHOD.pass_logits(toy, clean_half(toy, rows(texts), SIZE), draft)
         weights = blank_draft[pairs[:, 0]] * target[pairs[:, 1]]
         loss = float(label_loss(logits, rows(texts), weights[:, None]))
     entropy = -float(torch.special.xlogy(target, target).sum())
@@ -125,11 +125,11 @@ def test_the_loss_of_the_first_pass_is_the_initial_matching_objective(
     toy: Transformer, blank_draft: Tensor, target: Tensor
 ) -> None:
     """Eq. init_kl: training with one pass from the blank draft minimises KL(p_0 || p_T)."""
-    plain = MethodConfig(block_size=SIZE, replacement_start=0.0, replacement_end=0.0)
+    plain = SelfRefine(block_size=SIZE, replacement_start=0.0, replacement_end=0.0)
     losses = []
     for text in SPACE:
         step = Step(seed=0, step=0, row=torch.arange(1), progress=0.0, passes=1)
-        losses.append(self_refine.loss(toy, rows(text[None]), plain, step).item())
+        losses.append(plain.loss(Parts(toy), rows(text[None]), step).item())
     loss = float((torch.tensor(losses, dtype=torch.float64) * target).sum())
     entropy = -float(torch.special.xlogy(target, target).sum())
     assert kl(target, blank_draft) == pytest.approx(loss - entropy, abs=1e-6)

@@ -17,19 +17,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from freda.cli import run as cli
 from freda.data.config import CorpusConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import load_model
 from freda.model.config import ModelConfig
-from freda.model.weights import load_model
+from freda.model.parts import Parts
 from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import learning_rate, make_optimizer, pass_numbers
 from freda.train.parallel import Ranks
-from tests.conftest import tiny_model
+from tests.helpers import method, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def config(shards: Path, name: str = "self-refine", **train: object) -> RunConfi
     return RunConfig(
         model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
         data=DataConfig(path=str(shards), seq_len=96),
-        method=MethodConfig(name=name),  # type: ignore[arg-type]
+        method=method(name),
         train=TrainConfig(validation_rows=4, **settings),  # type: ignore[arg-type]
     )
 
@@ -66,7 +67,7 @@ def test_resume_gives_the_very_losses_of_an_uninterrupted_run(name: str, shards:
     resumed = loop.train(loop.resume_run(tmp_path / "cut"), tmp_path / "cut", resume=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole"), "bit for bit"
     assert len(losses(tmp_path / "whole")) == 6 and resumed.validation == whole.validation
-    one, two = (load_model(result.checkpoint).model.state_dict() for result in (whole, resumed))
+    one, two = (load_model(result.checkpoint).backbone.state_dict() for result in (whole, resumed))
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
@@ -98,11 +99,11 @@ def test_gradient_does_not_depend_on_the_grouping(shards: Path) -> None:
     """Accumulation is exact: two groups of two rows give the gradient of one group of four."""
     gradients = []
     for size in (4, 2):
-        run = loop.setup(replace(config(shards, group_rows=size), method=MethodConfig(passes=1)))
+        run = loop.setup(replace(config(shards, group_rows=size), method=method(passes=1)))
         batches = [run.rows.batch(first, size) for first in range(0, 4, size)]
-        labels = sum(int(run.method.labels(batch, run.config.method).sum()) for batch in batches)
+        labels = sum(int(run.method.labels(batch).sum()) for batch in batches)
         loss = float(loop.accumulate_gradient(run, batches, 0, labels).sum()) / labels
-        gradients.append((loss, torch.cat([w.grad.flatten() for w in run.model.parameters() if w.grad is not None])))
+        gradients.append((loss, torch.cat([w.grad.flatten() for w in run.parts.parameters() if w.grad is not None])))
     assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-5)
     torch.testing.assert_close(gradients[0][1], gradients[1][1], rtol=1e-4, atol=1e-6)
 
@@ -112,7 +113,7 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(name: str, shards: Path
     """The rows of two ranks, with the noise that belongs to them, add up to those of one process."""
     whole = loop.setup(config(shards, name))
     batches = loop.read_batches(whole, 3)
-    labels = sum(int(whole.method.labels(batch, whole.config.method).sum()) for batch in batches)
+    labels = sum(int(whole.method.labels(batch).sum()) for batch in batches)
     loss = loop.accumulate_gradient(whole, batches, 3, labels)
     parts, shared = [], loop.setup(config(shards, name))
     for rank in range(2):
@@ -120,7 +121,7 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(name: str, shards: Path
         assert [list(share) for share in run.shares] == [[rank], [2 + rank]]
         parts.append(loop.accumulate_gradient(run, loop.read_batches(run, 3), 3, labels))
     torch.testing.assert_close(sum(parts), loss, rtol=1e-5, atol=0)
-    for one, two in zip(whole.model.parameters(), shared.model.parameters(), strict=True):
+    for one, two in zip(whole.parts.parameters(), shared.parts.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6)
 
 
@@ -212,7 +213,7 @@ def test_attention_changes_no_loss(name: str, shards: Path, tmp_path: Path) -> N
     settings = replace(settings, model=replace(settings.model, head_dim=64), data=replace(settings.data, seq_len=64))
     run = loop.setup(settings)
     kinds = {batch.one_document for step in range(settings.train.steps) for batch in loop.read_batches(run, step)}
-    assert run.model.backend == "staircase" and kinds == {True, False}
+    assert run.parts.backbone.backend == "staircase" and kinds == {True, False}
     found = []
     for attention in ("staircase", "sdpa"):
         chosen = replace(settings, train=replace(settings.train, attention=attention))  # type: ignore[arg-type]
@@ -247,7 +248,7 @@ def test_learning_rate() -> None:
 
 def test_norms_and_biases_do_not_decay() -> None:
     model = tiny_model(qk_norm=False, qkv_bias=True)
-    decayed, left = make_optimizer(model, TrainConfig()).param_groups
+    decayed, left = make_optimizer(Parts(model), TrainConfig()).param_groups
     assert decayed["weight_decay"] == 0.01 and left["weight_decay"] == 0.0
     assert all(weight.dim() == 2 for weight in decayed["params"]) and all(w.dim() == 1 for w in left["params"])
     assert len(decayed["params"]) + len(left["params"]) == len(list(model.parameters()))
@@ -264,25 +265,25 @@ def test_a_checkpoint_starts_another_method(shards: Path, tmp_path: Path) -> Non
     tuned = start(tmp_path / "tuned", config(shards, "self-refine", init=str(tmp_path / "base"), steps=1, lr=1e-12))
     one, two = (load_model(result.checkpoint) for result in (base, tuned))
     assert (one.method.name, two.method.name) == ("autoregressive", "self-refine")
-    torch.testing.assert_close(one.model.embed_tokens.weight, two.model.embed_tokens.weight, atol=1e-6, rtol=0)
+    torch.testing.assert_close(one.backbone.embed_tokens.weight, two.backbone.embed_tokens.weight, atol=1e-6, rtol=0)
     assert {"pass1", "pass2", "pass3", "pass4"} <= tuned.validation.keys()
 
 
 def test_a_non_finite_loss_stops_before_the_update(shards: Path) -> None:
     run = loop.setup(config(shards))
     with torch.no_grad():
-        run.model.norm.weight[0] = float("nan")
-    before = run.model.embed_tokens.weight.clone()
+        run.parts.backbone.norm.weight[0] = float("nan")
+    before = run.parts.backbone.embed_tokens.weight.clone()
     with pytest.raises(FredaError, match=r"loss nan .* at step 3, rank 0, rows 12 to 13: stopped before the update"):
         loop.take_step(run, 3)
-    assert torch.equal(run.model.embed_tokens.weight, before)
+    assert torch.equal(run.parts.backbone.embed_tokens.weight, before)
 
 
 def test_run_folders_are_not_overwritten_and_say_what_is_wrong(shards: Path, tmp_path: Path) -> None:
     settings = config(shards)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    with pytest.raises(FredaError, match="is not empty; go on with it by: freda train --resume"):
+    with pytest.raises(FredaError, match=r"is not empty; .* freda train --resume"):
         loop.train(settings, tmp_path / "used")
     with pytest.raises(FredaError, match="there is no run folder"):
         loop.resume_run(tmp_path / "none")
@@ -308,12 +309,50 @@ def test_a_dangling_pointer_falls_back_to_the_newest_checkpoint(shards: Path, tm
     assert found is not None and found.name == "step-6"
 
 
-def test_a_finished_run_resumes_to_nothing(shards: Path, tmp_path: Path) -> None:
-    settings = config(shards)
-    start(tmp_path / "run", settings)
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    result = loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True)
-    assert result.step == 6 and (tmp_path / "run" / "metrics.jsonl").read_text() == before
+def test_a_finished_run_resumes_to_nothing_and_says_how_to_train_on(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    start(folder, config(shards))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    monkeypatch.setattr(loop, "setup", None)  # nothing is set up
+    for more in ([], ["--set", "train.steps=6"]):
+        assert cli(["train", "--resume", str(folder), *more]) == 0
+        said = capsys.readouterr()
+        assert said.out == f"{folder / 'checkpoints' / 'step-6'}\n"
+        assert "already finished" in said.err and f"train.init={folder}" in said.err
+        assert f"--resume {folder} --set train.steps=N" in said.err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_is_extended(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a method whose steps do not depend on how many there are: it gives the run that was planned longer."""
+    planned, folder = config(shards, "autoregressive", steps=8, save_every=2), tmp_path / "run"
+    start(tmp_path / "planned", planned)
+    start(folder, replace(planned, train=replace(planned.train, steps=4)))
+    assert cli(["train", "--resume", str(folder), "--set", "train.steps=8"]) == 0
+    assert capsys.readouterr().out == f"{folder / 'checkpoints' / 'step-8'}\n"
+    assert losses(folder) == losses(tmp_path / "planned") and len(losses(folder)) == 8
+    assert (folder / "config.toml").read_text() == (tmp_path / "planned" / "config.toml").read_text()
+
+
+def test_of_a_resumed_run_only_the_steps_can_be_changed_and_only_upwards(shards: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    start(folder, config(shards, "autoregressive", steps=2))
+    before = (folder / "config.toml").read_bytes()
+    for overrides, message in (
+        (["train.steps=1"], r"train\.steps is 1, but .* has 2"),
+        (["train.steps=4", "train.lr=1"], r"train\.lr=1.* train\.init="),
+        (["method.name=self-refine"], r"method\.name=self-refine.* train\.init="),
+        (["method.noise_min=0.5"], r"method\.noise_min=0\.5.* train\.init="),
+    ):
+        with pytest.raises(FredaError, match=message):
+            loop.resume_run(folder, overrides)
+    wrong = replace(loop.resume_run(folder, ["train.steps=4"]), data=DataConfig(path=str(tmp_path), seq_len=96))
+    with pytest.raises(FredaError):
+        loop.train(wrong, folder, resume=True)
+    assert (folder / "config.toml").read_bytes() == before, "a run that cannot be resumed stays what it was"
 
 
 def test_resume_needs_neither_the_working_folder_nor_the_first_model(
@@ -364,7 +403,7 @@ def test_an_error_keeps_the_steps_before_it(shards: Path, tmp_path: Path, monkey
 def test_the_stored_config_says_what_the_run_has(shards: Path, tmp_path: Path) -> None:
     start(tmp_path / "base", config(shards, "autoregressive", steps=1))
     stored = loop.resume_run(tmp_path / "base")
-    assert stored.model.vocab_size == load_model(tmp_path / "base").model.config.vocab_size > 0
+    assert stored.model.vocab_size == load_model(tmp_path / "base").backbone.config.vocab_size > 0
     assert Path(stored.data.path).is_absolute()
     wrong = replace(config(shards, init=str(tmp_path / "base")), model=ModelConfig(dim=32, layers=9))
     with pytest.raises(FredaError, match=r"model\.layers is 9, but the model of train\.init has 1"):
@@ -373,7 +412,7 @@ def test_the_stored_config_says_what_the_run_has(shards: Path, tmp_path: Path) -
 
 def test_data_and_model_must_fit(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(FredaError, match=r"block_size 16 does not divide the shards' align 8"):
-        loop.setup(replace(config(shards), method=MethodConfig(block_size=16)))
+        loop.setup(replace(config(shards), method=method(block_size=16)))
     with pytest.raises(FredaError, match=r"data.path is empty"):
         loop.setup(replace(config(shards), data=DataConfig(seq_len=96)))
     other = tmp_path / "other"
@@ -399,7 +438,7 @@ def test_a_signal_saves_and_leaves_with_a_clear_word(
     out, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert f"{number.name} after step" in errors and "saved and stopped" in errors
-    assert f"go on with: freda train --resume {folder}" in errors
+    assert f"resume with: freda train --resume {folder}" in errors
     step = int(out.strip().rsplit("-", 1)[1])
     assert losses(folder)[-1][0] == step >= 1 and checkpoint.latest(folder) == folder / "checkpoints" / f"step-{step}"
 

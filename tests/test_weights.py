@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,23 +20,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
+from freda.data.tokenizer import BLANK_TEXT, EOS_TEXT, Tokenizer, train_tokenizer
 from freda.errors import FredaError
-from freda.methods.config import MethodConfig
+from freda.files import PART, beside, written_beside
+from freda.folders.convert import convert
+from freda.folders.gguf import SPLITS, _tie_copies
+from freda.folders.hugging_face import EMBEDDING, HEAD
+from freda.folders.model_folder import LoadedModel, load_model, save_model
+from freda.folders.resolve import resolve_model_folder
 from freda.model import masks
 from freda.model.attention import make_mask
 from freda.model.config import ModelConfig
-from freda.model.convert import convert
-from freda.model.folders import resolve_model_folder
-from freda.model.gguf import SPLITS
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from freda.model.weights import (
-    EMBEDDING,
-    HEAD,
-    load_model,
-    save_model,
-    written_beside,
-)
+from tests.helpers import method
 
 TOLERANCE = 1e-4
 LENGTH = 40
@@ -48,7 +46,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-METHOD = MethodConfig(name="self-refine", block_size=3, passes=5, feedback="hard", rescale=True, committed_hard=True)
+METHOD = method("self-refine", block_size=3, feedback="hard", rescale=True, committed_hard=True)
 
 TRANSFORMERS_CASES = {
     "qwen3-tied": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
@@ -83,7 +81,7 @@ def quiet_transformers() -> None:
 @pytest.fixture(scope="module")
 def saved_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "model"
-    save_model(folder, own_model(tokenizer), tokenizer, METHOD, stage="I")
+    save_model(folder, as_loaded(own_model(tokenizer), tokenizer))
     return folder
 
 
@@ -118,6 +116,10 @@ def own_model(tokenizer: Tokenizer, **changes: Any) -> Transformer:
     model = Transformer(ModelConfig(vocab_size=tokenizer.size, **values), tokenizer.blank_id)
     randomise(model)
     return model
+
+
+def as_loaded(model: Transformer, tokenizer: Tokenizer, stage: str = "I") -> LoadedModel:
+    return LoadedModel(Parts(model), tokenizer, METHOD, stage)
 
 
 def write_hf(
@@ -189,7 +191,7 @@ def test_converted_checkpoint_has_the_logits_of_transformers(case: str, tokenize
     theirs = write_hf(tmp_path / "source", tokenizer, case, rows=tokenizer.size + 3)
     summary = convert(tmp_path / "source", tmp_path / "target")
     loaded = load_model(tmp_path / "target")
-    assert_same_logits(loaded.model, theirs, tokenizer)
+    assert_same_logits(loaded.backbone, theirs, tokenizer)
     assert summary["architecture"] == type(theirs).__name__
     assert summary["parameters"] == theirs.num_parameters()
     assert (loaded.method.name, loaded.stage, loaded.method.block_size) == ("autoregressive", "base", 4)
@@ -200,7 +202,7 @@ def test_transformers_reads_our_folder(case: str, tokenizer: Tokenizer, tmp_path
     import transformers
 
     model = own_model(tokenizer, **OWN_CASES[case])
-    save_model(tmp_path / "model", model, tokenizer, METHOD, stage="I")
+    save_model(tmp_path / "model", as_loaded(model, tokenizer))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(theirs).__name__ == case.split("-")[0]
     assert theirs.generation_config.eos_token_id == [tokenizer.eos_id]
@@ -216,19 +218,19 @@ def test_config_of_transformers_4_is_read_alike(case: str, tokenizer: Tokenizer,
     scaling = rope if rope["rope_type"] == "llama3" else None
     edit_json(source / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
     convert(source, tmp_path / "target")
-    loaded = load_model(tmp_path / "target").model
+    loaded = load_model(tmp_path / "target").backbone
     assert_same_logits(loaded, theirs, tokenizer)
     edit_json(source / "config.json", rope_theta=theta * 100, rope_scaling=None)  # the keys are what is read
     convert(source, tmp_path / "other")
     ids = some_ids(tokenizer)
-    assert (own_logits(load_model(tmp_path / "other").model, ids) - own_logits(loaded, ids)).abs().max() > 0.01
+    assert (own_logits(load_model(tmp_path / "other").backbone, ids) - own_logits(loaded, ids)).abs().max() > 0.01
 
 
 def test_head_dim_defaults_to_the_width_over_the_heads(tokenizer: Tokenizer, tmp_path: Path) -> None:
     theirs = write_hf(tmp_path / "source", tokenizer, "qwen2-tied", rows=tokenizer.size)
     edit_json(tmp_path / "source" / "config.json", head_dim=None)
     convert(tmp_path / "source", tmp_path / "target")
-    assert_same_logits(load_model(tmp_path / "target").model, theirs, tokenizer)
+    assert_same_logits(load_model(tmp_path / "target").backbone, theirs, tokenizer)
 
 
 def test_sharded_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ def test_sharded_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
     theirs = write_hf(source, tokenizer, "qwen3-untied", rows=tokenizer.size, max_shard_size="40KB")
     assert len(list(source.glob("model-*.safetensors"))) > 1
     convert(source, tmp_path / "target")
-    assert_same_logits(load_model(tmp_path / "target").model, theirs, tokenizer)
+    assert_same_logits(load_model(tmp_path / "target").backbone, theirs, tokenizer)
     next(source.glob("model-00002*")).unlink()
     with pytest.raises(FredaError, match=r"half-written: model-00002.* is missing"):
         convert(source, tmp_path / "other")
@@ -245,22 +247,22 @@ def test_sharded_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", OWN_CASES)
 def test_everything_saved_comes_back(case: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     original = own_model(tokenizer, **OWN_CASES[case])
-    save_model(tmp_path / "model", original, tokenizer, METHOD, stage="I")
+    save_model(tmp_path / "model", as_loaded(original, tokenizer))
     loaded = load_model(tmp_path / "model")
     assert (loaded.method, loaded.stage) == (METHOD, "I")
     assert loaded.tokenizer.fingerprint == tokenizer.fingerprint
-    assert loaded.model.config == original.config
-    assert torch.equal(loaded.model.inv_freq, original.inv_freq)
+    assert loaded.backbone.config == original.config
+    assert torch.equal(loaded.backbone.inv_freq, original.inv_freq)
     for name, tensor in original.state_dict().items():
-        assert torch.equal(loaded.model.state_dict()[name], tensor)
-    assert all(weight.requires_grad for weight in loaded.model.parameters())
+        assert torch.equal(loaded.backbone.state_dict()[name], tensor)
+    assert all(weight.requires_grad for weight in loaded.backbone.parameters())
 
 
 def test_dtype_of_loading_and_saving(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    save_model(tmp_path / "half", own_model(tokenizer), tokenizer, METHOD, stage="I", dtype=torch.bfloat16)
+    save_model(tmp_path / "half", as_loaded(own_model(tokenizer), tokenizer), dtype=torch.bfloat16)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
-    model = load_model(tmp_path / "half", dtype=torch.bfloat16).model
+    model = load_model(tmp_path / "half", dtype=torch.bfloat16).backbone
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     assert model.inv_freq.dtype == torch.float32  # angles in bfloat16 would be off by whole turns
 
@@ -279,7 +281,8 @@ def test_run_folder_means_its_newest_checkpoint(model_folder: Path, tmp_path: Pa
 
 
 def test_weights_module_does_not_import_transformers() -> None:
-    code = "import sys, freda.model.weights, freda.model.gguf; print({'transformers', 'gguf'} & sys.modules.keys())"
+    code = "import sys, freda.folders.model_folder, freda.folders.gguf as ours; "
+    code += "print({'transformers', 'gguf'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -315,7 +318,7 @@ def test_a_full_table_grows_to_a_round_number(case: str, tokenizer: Tokenizer, t
     summary = convert(tmp_path / "source", tmp_path / "target")
     assert (summary["resized"], summary["blank_row"]) == (True, "mean of the embeddings")
     assert summary["vocab_rows"] == 320
-    loaded = load_model(tmp_path / "target").model
+    loaded = load_model(tmp_path / "target").backbone
     table = theirs.get_input_embeddings().weight
     assert loaded.embed_tokens.weight.shape == loaded.head_weight.shape == (320, 32)
     assert torch.allclose(loaded.embed_tokens.weight[tokenizer.blank_id], table.mean(0), atol=1e-6)
@@ -341,8 +344,11 @@ def test_dtype_is_kept_unless_asked_for(tokenizer: Tokenizer, tmp_path: Path) ->
     assert convert(tmp_path / "source", tmp_path / "wide", dtype="float32")["dtype"] == "float32"
     kept, wide = (load_file(tmp_path / name / "model.safetensors")[EMBEDDING] for name in ("kept", "wide"))
     assert (kept.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
-    with pytest.raises(FredaError, match="dtype is 'int8'; use one of float32"):
-        convert(tmp_path / "source", tmp_path / "other", dtype="int8")
+    assert convert(tmp_path / "source", tmp_path / "int8", dtype="int8")["dtype"] == "int8"
+    near = load_model(tmp_path / "int8").model.embed_tokens.weight
+    assert 0 < (near - wide).abs().max() <= wide.abs().max() / 200
+    with pytest.raises(FredaError, match="dtype is 'int4'; use one of float32, bfloat16, float16, int8"):
+        convert(tmp_path / "source", tmp_path / "other", dtype="int4")
 
 
 def test_stop_tokens_come_from_the_checkpoint(source: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -369,7 +375,7 @@ def refuse(folder: Path, message: str) -> None:
 
 def test_paths_that_are_no_model(model_folder: Path, tmp_path: Path) -> None:
     refuse(tmp_path / "none", "there is no model .*none")
-    refuse(model_folder / "config.json", r"is a file; a model is a folder")
+    refuse(model_folder / "config.json", r"is a file, not a model folder")
     (model_folder / "config.json").unlink()
     refuse(model_folder, r"not a model folder: it has no config\.json")
 
@@ -386,9 +392,9 @@ def test_a_damaged_config(model_folder: Path) -> None:
 def test_a_damaged_freda_section(model_folder: Path) -> None:
     section = json.loads((model_folder / "config.json").read_text())["freda"]
     edit_json(model_folder / "config.json", freda=section | {"method": "magic"})
-    refuse(model_folder, "method.name is 'magic'; use one of autoregressive")
-    edit_json(model_folder / "config.json", freda={key: section[key] for key in section if key != "passes"})
-    refuse(model_folder, r"freda section of config\.json has no passes")
+    refuse(model_folder, r"config\.json names the method 'magic'; this version has autoregressive")
+    edit_json(model_folder / "config.json", freda={key: section[key] for key in section if key != "feedback"})
+    refuse(model_folder, r"freda section of config\.json has no feedback")
     edit_json(model_folder / "config.json", freda=section | {"block_size": "4"})
     refuse(model_folder, "method.block_size is '4'")
 
@@ -463,14 +469,15 @@ def test_sources_that_cannot_be_converted(source: Path, model_folder: Path, tmp_
         with pytest.raises(FredaError, match=message):
             convert(path, tmp_path / "target")
 
-    refuse_source(tmp_path / "none", "none: this is neither a folder nor a .gguf file")
-    refuse_source(model_folder, "this is a freda model already")
+    refuse_source(tmp_path / "none", "there is no model .*none")
+    with pytest.raises(FredaError, match="block_size is 8"):
+        convert(model_folder, tmp_path / "target", block_size=8)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     refuse_source(source, r"pickle.*write safetensors with transformers")
     (source / "tokenizer.json").unlink()
     refuse_source(source, r"source: tokenizer\.json is missing")
     (source / "config.json").unlink()
-    refuse_source(source, r"not a Hugging Face folder: it has no config\.json")
+    refuse_source(source, r"it has no config\.json")
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -492,7 +499,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.usefixtures("small_files_only")
 def test_a_write_error_leaves_nothing_behind(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(FredaError, match=r"cannot write .*/new: .*File too large.*; nothing else was touched"):
-        save_model(tmp_path / "new", own_model(tokenizer), tokenizer, METHOD, stage="I")
+        save_model(tmp_path / "new", as_loaded(own_model(tokenizer), tokenizer))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -502,7 +509,7 @@ def test_a_write_error_keeps_the_older_folder(
     before = contents(model_folder)
     request.getfixturevalue("small_files_only")
     with pytest.raises(FredaError, match="cannot write"):
-        save_model(model_folder, own_model(tokenizer), tokenizer, METHOD, stage="II", replace=True)
+        save_model(model_folder, as_loaded(own_model(tokenizer), tokenizer, "II"), replace=True)
     assert contents(model_folder) == before
     assert [path.name for path in model_folder.parent.iterdir()] == ["model"]
 
@@ -510,9 +517,9 @@ def test_a_write_error_keeps_the_older_folder(
 def test_an_existing_folder_is_replaced_only_when_asked(model_folder: Path, tokenizer: Tokenizer) -> None:
     (model_folder / "leftover.bin").write_bytes(b"")
     with pytest.raises(FredaError, match="model exists already"):
-        save_model(model_folder, own_model(tokenizer), tokenizer, METHOD, stage="II")
+        save_model(model_folder, as_loaded(own_model(tokenizer), tokenizer, "II"))
     assert load_model(model_folder).stage == "I"
-    save_model(model_folder, own_model(tokenizer), tokenizer, METHOD, stage="II", replace=True)
+    save_model(model_folder, as_loaded(own_model(tokenizer), tokenizer, "II"), replace=True)
     assert load_model(model_folder).stage == "II"
     assert not (model_folder / "leftover.bin").exists()
     assert [path.name for path in model_folder.parent.iterdir()] == ["model"]
@@ -523,8 +530,8 @@ def test_an_interrupted_body_leaves_nothing_and_a_stale_one_is_no_obstacle(tmp_p
         (temporary / "file").write_text("half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "a.tmp").mkdir()
-    (tmp_path / "a.tmp" / "stale").write_text("")
+    beside(tmp_path / "a").mkdir()
+    (beside(tmp_path / "a") / "stale").write_text("")
     with written_beside(tmp_path / "a") as temporary:
         assert not (tmp_path / "a").exists()
         (temporary / "file").write_text("whole")
@@ -537,7 +544,7 @@ def test_a_rename_that_fails_puts_the_older_folder_back(tmp_path: Path, monkeypa
     rename = Path.rename
 
     def fail_for_new(self: Path, target: Path) -> Path:
-        if self.name.endswith(".part"):
+        if self.name.endswith(PART):
             raise OSError("no rename today")
         return rename(self, target)
 
@@ -580,7 +587,7 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, theirs: Any, tokenizer: Tokenizer, **extra: np.ndarray) -> None:
+def write_gguf(path: Path, theirs: Any, tokenizer: Tokenizer, *, eos: str = EOS_TEXT, **extra: np.ndarray) -> None:
     """A GGUF file in float32 as llama.cpp writes it; `extra` are more tensors, quantised where they are bytes."""
     gguf = pytest.importorskip("gguf")
     config, kind = theirs.config, theirs.config.model_type
@@ -595,7 +602,7 @@ def write_gguf(path: Path, theirs: Any, tokenizer: Tokenizer, **extra: np.ndarra
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-    add_gguf_tokenizer(writer, tokenizer, config.vocab_size, "llama-bpe" if kind == "llama" else "qwen2")
+    add_gguf_tokenizer(writer, tokenizer, config.vocab_size, "llama-bpe" if kind == "llama" else "qwen2", eos)
     for name, tensor in theirs.state_dict().items():
         if (name == HEAD and config.tie_word_embeddings) or gguf_name(name) in extra:
             continue
@@ -614,17 +621,18 @@ def write_gguf(path: Path, theirs: Any, tokenizer: Tokenizer, **extra: np.ndarra
     writer.close()
 
 
-def add_gguf_tokenizer(writer: Any, tokenizer: Tokenizer, rows: int, split: str) -> None:
+def add_gguf_tokenizer(writer: Any, tokenizer: Tokenizer, rows: int, split: str, eos: str) -> None:
     """Vocabulary and merges; rows without a token are called [PADn] and marked unused, as llama.cpp does."""
     model = json.loads(tokenizer._json_text)["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
-    used = [*tokens, "<|endoftext|>"]
+    control = list(dict.fromkeys([EOS_TEXT, eos]))
+    used = [*tokens, *control]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list([*used, *(f"[PAD{index}]" for index in range(len(used), rows))])
-    writer.add_token_types([1] * len(tokens) + [3] + [5] * (rows - len(used)))
+    writer.add_token_types([1] * len(tokens) + [3] * len(control) + [5] * (rows - len(used)))
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_eos_token_id(len(tokens))
+    writer.add_eos_token_id(used.index(eos))
     writer.add_bos_token_id(len(tokens))
     writer.add_chat_template("{{ messages }}")
 
@@ -635,30 +643,58 @@ def test_gguf_has_the_logits_of_its_source(case: str, tokenizer: Tokenizer, tmp_
     write_gguf(tmp_path / "model.gguf", theirs, tokenizer)
     summary = convert(tmp_path / "model.gguf", tmp_path / "target")
     loaded = load_model(tmp_path / "target")
-    assert_same_logits(loaded.model, theirs, tokenizer)
+    assert_same_logits(loaded.backbone, theirs, tokenizer)
     assert (summary["architecture"], summary["dtype"]) == (type(theirs).__name__, "float32")
     assert (summary["resized"], summary["blank_id"]) == (False, tokenizer.blank_id)
-    assert (summary["notes"], loaded.model.config.tied) == ("none", case.endswith("-tied"))
+    assert (summary["notes"], loaded.backbone.config.tied) == ("none", case.endswith("-tied"))
     assert loaded.tokenizer.stop_ids == tokenizer.stop_ids
     assert loaded.tokenizer.settings["chat_template"] == "{{ messages }}"
     text = "Tom has apples<|endoftext|>"
     assert loaded.tokenizer.encode(text) == tokenizer.encode(text)
 
 
+def test_gguf_stops_at_the_end_of_a_turn_and_of_a_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    theirs = write_hf(tmp_path / "source", tokenizer, "qwen2-tied", rows=tokenizer.size + 3)
+    write_gguf(tmp_path / "m.gguf", theirs, tokenizer, eos="<|im_end|>")
+    convert(tmp_path / "m.gguf", tmp_path / "target")
+    turn, document = tokenizer.eos_id + 1, tokenizer.eos_id
+    assert load_model(tmp_path / "target").tokenizer.stop_ids == (turn, document)
+
+
 def test_gguf_with_two_copies_of_one_matrix_is_tied_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
     quants = pytest.importorskip("gguf.quants")
     theirs = write_hf(tmp_path / "source", tokenizer, "qwen2-tied", rows=tokenizer.size)
     table = theirs.get_input_embeddings().weight.detach().numpy()
+    Q8 = quants.GGMLQuantizationType.Q8_0
     coarse = np.round(table * 8) / 8
-    fine = quants.quantize(table, quants.GGMLQuantizationType.Q8_0)
+    fine = quants.quantize(table, Q8)
     write_gguf(tmp_path / "m.gguf", theirs, tokenizer, **{"token_embd.weight": coarse, "output.weight": fine})
     summary = convert(tmp_path / "m.gguf", tmp_path / "target")
-    model = load_model(tmp_path / "target").model
+    model = load_model(tmp_path / "target").backbone
     assert model.config.tied
-    assert "tied again" in summary["notes"]
-    expected = quants.dequantize(fine, quants.GGMLQuantizationType.Q8_0)
+    pair = torch.from_numpy(coarse).flatten(), torch.from_numpy(quants.dequantize(fine, Q8)).flatten()
+    cosine = torch.nn.functional.cosine_similarity(*pair, dim=0).item()
+    for dtype in ("float32", "bfloat16"):  # compared before the weights are rounded
+        notes = convert(tmp_path / "m.gguf", tmp_path / dtype, dtype=dtype)["notes"]
+        assert f"Q8_0 dequantised to {dtype}" in notes and f"cosine {cosine:.4f}" in notes
+    assert "float32" in summary["notes"]
+    expected = quants.dequantize(fine, Q8)
     assert np.array_equal(model.embed_tokens.weight.detach().numpy(), expected)
     assert np.abs(expected - table).max() < 0.01
+
+
+def test_copies_of_a_large_matrix_are_compared_exactly() -> None:
+    """Sums of millions of float32 products are off by more than the digits of the note."""
+    kind = pytest.importorskip("gguf").GGMLQuantizationType.F32
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(4096, 896, generator=generator)
+    embedding = head + 0.04 * torch.randn(4096, 896, generator=generator)
+    cosine = torch.nn.functional.cosine_similarity(head.double().flatten(), embedding.double().flatten(), dim=0)
+    matrices = {"token_embd.weight": embedding, "output.weight": head}
+    stored = {name: SimpleNamespace(data=matrix.numpy(), tensor_type=kind) for name, matrix in matrices.items()}
+    kept = stored["output.weight"]
+    (note,) = _tie_copies(stored)
+    assert stored == {"token_embd.weight": kept} and f"cosine {cosine.item():.4f}" in note
 
 
 def test_quantised_gguf_becomes_bfloat16(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -667,7 +703,8 @@ def test_quantised_gguf_becomes_bfloat16(tokenizer: Tokenizer, tmp_path: Path) -
     table = theirs.get_input_embeddings().weight.detach().numpy()
     packed = quants.quantize(table, quants.GGMLQuantizationType.Q8_0)
     write_gguf(tmp_path / "m.gguf", theirs, tokenizer, **{"token_embd.weight": packed})
-    assert convert(tmp_path / "m.gguf", tmp_path / "half")["dtype"] == "bfloat16"
+    half = convert(tmp_path / "m.gguf", tmp_path / "half")
+    assert half["dtype"] == "bfloat16" and half["notes"] == "Q8_0 dequantised to bfloat16"
     assert convert(tmp_path / "m.gguf", tmp_path / "wide", dtype="float32")["dtype"] == "float32"
 
 
@@ -687,7 +724,7 @@ def test_gguf_scaling_of_llama_3_is_recovered(tokenizer: Tokenizer, tmp_path: Pa
     assert len(set(factors)) > 2  # kept, blended and slowed frequencies
     write_gguf(tmp_path / "good.gguf", theirs, tokenizer, **{"rope_freqs.weight": factors})
     convert(tmp_path / "good.gguf", tmp_path / "target")
-    scaling = load_model(tmp_path / "target").model.config.rope_scaling
+    scaling = load_model(tmp_path / "target").backbone.config.rope_scaling
     assert scaling == LLAMA3 | {"original_max_position_embeddings": 8192}
     write_gguf(
         tmp_path / "bad.gguf", theirs, tokenizer, **{"rope_freqs.weight": llama3_factors(10_000.0, 16, high=9.0)}

@@ -1,12 +1,12 @@
 #!/bin/bash
-# Every ablation, from the same base (or, for scorers, the same self-refinement model) with the same rows, order and
-# optimizer: one thing changed. Half the steps of the main comparison, and references of their own with as many: there
-# are a dozen of them. After train.sh.
+# Every ablation, with one thing changed: from the same base (or, for scorers, the same self-refinement model), with the
+# same rows, order and optimizer. Half the steps of the main comparison, with references of as many steps. Run train.sh
+# first.
 #
 #   experiments/mini/ablations.sh         # SEEDS="0 1 2" JOBS=4; --smoke as in train.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-# ablation NAME CONFIG INIT STEPS section.key=value ... : of every seed
+# ablation NAME CONFIG INIT STEPS section.key=value ... : for every seed
 ablation() {
     local name=$1 config=$2 init=$3 count=$4 seed
     shift 4

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Equal compute instead of equal tokens: the baselines with as much arithmetic as self-refinement spends; and
-# self-refinement with the tokens of the scorer's training added to its own. After train.sh.
+# self-refinement with the tokens of the scorer's training added to its own. Run train.sh first.
 #
 #   experiments/mini/compute.sh           # SEEDS="0 1 2" JOBS=4; --smoke as in train.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -1,20 +1,20 @@
-# What the experiments at small scale share: where things lie, how much of everything, trainings that are made once.
-# Sourced by the scripts beside it, which list the commands. All can be stopped and started again; what is marked
-# as finished is not made again: another number of steps or set of seeds for a sweep wants another WORK.
+# What the small-scale experiments share: paths, amounts, and trainings that run once. Sourced by the scripts beside it,
+# which list the commands. All can be stopped and started again; what is marked as finished is not repeated, so another
+# number of steps, or a sweep over other seeds, needs another WORK.
 #
-#   WORK   folder that runs/mini-suite is made in; the repository by default
+#   WORK   folder for runs/mini-suite; the repository by default
 #   SEEDS  seeds of all trainings, "0 1 2"
-#   JOBS   trainings at a time on the one device; a model this small does not fill it, and waits for the host. With
-#          nvidia-cuda-mps-control -d before, kernels of several run side by side.
+#   JOBS   trainings at a time on the one device; a model this small does not fill it, and waits for the host. After
+#          nvidia-cuda-mps-control -d, kernels of several trainings run side by side.
 #   FREDA  the program, for instance "python -m freda"
 #   TOKENS training tokens to prepare; the longest run ends with row 122,624, of 1,024 tokens each
-#   PERCENT  of the steps of every training, 100 or less, for a first look; what follows the base begins behind its rows
+#   PERCENT  of the steps of every training, 100 or less, for a first look; what follows the base starts after its rows
 #   ONLY   names of trainings, for instance "base self-refine"; all by default
 #   TRAIN  more settings for every training, as "section.key=value ..."
-#   SWEEP  more settings for every sweep, likewise
-#   DTYPE  of sweeps, float32; with bfloat16 a GPU has its decoding kernels
+#   SWEEP  more settings for every sweep, in the same form
+#   DTYPE  precision of sweeps, float32 by default; bfloat16 uses the decoding kernels of a GPU
 #
-# --smoke instead tries the whole way in about two minutes on two cores, in a folder of its own. Numbers mean nothing.
+# --smoke runs everything in about two minutes on two cores, in a folder of its own. Its numbers mean nothing.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 configs=$root/configs/mini
@@ -33,7 +33,7 @@ if [ "${1:-}" = --smoke ]; then
 else
     prepare_set=() base_set=()
     # A step of self-refinement has 1.17 times the arithmetic of one of block diffusion and 2.29 times that of an
-    # autoregressive one (freda train --dry-run): so many more steps they get for the comparison at equal compute.
+    # autoregressive one (freda train --dry-run): for equal compute they get as many more steps.
     PERCENT=${PERCENT:-100}
     base_steps=$((2000 * PERCENT / 100)) steps=$((800 * PERCENT / 100)) scorer_steps=$((400 * PERCENT / 100))
     steps_equal_compute=$((936 * PERCENT / 100)) steps_autoregressive=$((1832 * PERCENT / 100))
@@ -46,7 +46,7 @@ export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-4} # for e
 wanted=()
 mkdir -p "$WORK/$runs"
 cd "$WORK"
-trap 'jobs -p | xargs -r kill 2>/dev/null || true; wait' EXIT # a training that is told to stop saves first
+trap 'jobs -p | xargs -r kill 2>/dev/null || true; wait' EXIT # a training that receives a signal saves first
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
@@ -56,7 +56,7 @@ settings() {
     for one in "$@"; do printf -- '--set\n%s\n' "$one"; done
 }
 
-# background FOLDER COMMAND ... : once, as soon as fewer than JOBS are running; what it says goes to FOLDER.log
+# background FOLDER COMMAND ... : run once, as soon as fewer than JOBS are running; output goes to FOLDER.log
 background() {
     local folder=$1
     shift
@@ -67,7 +67,7 @@ background() {
     watched "$folder" "$@" &
 }
 
-# watched FOLDER COMMAND ... : mark the folder if the command comes to its end; a signal is passed on, and waited for
+# watched FOLDER COMMAND ... : mark the folder as finished if the command finishes; a signal is passed on first
 watched() {
     local folder=$1 child code=0
     shift
@@ -76,7 +76,8 @@ watched() {
     trap 'kill "$child" 2>/dev/null || true' TERM INT
     wait "$child" || code=$?
     while kill -0 "$child" 2>/dev/null; do wait "$child" || code=$?; done
-    if [ "$code" != 0 ] || grep -q "^go on with: " "$folder.log"; then # a training that was told to stop leaves with 0
+    # a training that received SIGTERM exits with 0 too, and prints the command that resumes it
+    if [ "$code" != 0 ] || grep -q ": freda train --resume " "$folder.log"; then
         echo "$folder: not finished, see $WORK/$folder.log" >&2
         tail -n 3 "$folder.log" >&2
         return
@@ -85,7 +86,7 @@ watched() {
     echo "$folder: finished"
 }
 
-# train FOLDER CONFIG [section.key=value ...] : a training, gone on with where it was stopped
+# train FOLDER CONFIG [section.key=value ...] : start a training, or resume it where it was stopped
 train() {
     local folder=$runs/$1 config=$configs/$2.toml options
     if [ -n "${ONLY:-}" ] && [[ " $ONLY " != *" ${1#*/} "* ]]; then return; fi
@@ -98,7 +99,7 @@ train() {
     fi
 }
 
-# settle : wait for all of them; one that failed ends the script, after the others
+# settle : wait for all of them; if one failed, the script ends after the others
 settle() {
     local folder
     wait

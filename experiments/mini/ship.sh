@@ -1,12 +1,12 @@
 #!/bin/bash
-# Make a trained model the one that comes with the package: int8, compared with itself before on all questions, with its
-# card. After train.sh. Then in freda/assets: freda generate mini, freda chat mini, freda eval mini.
+# Bundle a trained model with the package: convert it to int8, compare it with the original on all questions, write its
+# card, and put it into freda/assets, for freda generate mini, freda chat mini, freda eval mini. Run train.sh first.
 #
-#   experiments/mini/ship.sh best-of-n 0     # name and seed of a training; NAME=mini PYTHON=python; REPLACE=1: an older one
+#   experiments/mini/ship.sh best-of-n 0     # name and seed of a training; NAME=mini PYTHON=python; REPLACE=1 overwrites
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 target=${ASSETS:-$root/freda/assets}/${NAME:-mini}
 if [ -e "$target" ] && [ -z "${REPLACE:-}" ]; then
-    echo "$target exists already; REPLACE=1 takes its place" >&2
+    echo "$target exists already; set REPLACE=1 to overwrite it" >&2
     exit 2
 fi
 run=$runs/${2:-0}/${1:-best-of-n}

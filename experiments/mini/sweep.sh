@@ -1,12 +1,12 @@
 #!/bin/bash
-# The paper's claims, one sweep each: measured, drawn, and kept in results/mini. After train.sh;
-# compute also after compute.sh, e and f after ablations.sh.
+# The paper's claims, one sweep each: measured, drawn, and kept in results/mini. Run train.sh first; for compute also
+# compute.sh, for e and f ablations.sh.
 #
 #   experiments/mini/sweep.sh             # all; or some: experiments/mini/sweep.sh a b
 #
 #   a  self-refinement against block diffusion against autoregressive, by kind of task
 #   b  accuracy against passes                 c  accuracy against speed; stability under further passes
-#   d  weight of the scorer, candidates        e  every ablation of self-refinement     f  of the scorer
+#   d  weight of the scorer, candidates        e  every ablation of self-refinement     f  those of the scorer
 #   compute  as a, with equal compute instead of equal tokens
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

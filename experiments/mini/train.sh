@@ -1,8 +1,8 @@
 #!/bin/bash
-# The data, and for every seed the base and what is trained from it.
+# Prepare the data, then train for every seed the base and what continues it.
 #
 #   experiments/mini/train.sh             # SEEDS="0 1 2" JOBS=4
-#   experiments/mini/train.sh --smoke     # the whole way on two cores, with models that learn nothing
+#   experiments/mini/train.sh --smoke     # everything on two cores, with models that learn nothing
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 if [ ! -e $runs/data/manifest.json ]; then

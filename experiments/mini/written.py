@@ -3,8 +3,8 @@
     python experiments/mini/written.py results/mini/written.json self-refine=mini \
         block-diffusion=runs/mini-suite/0/block-diffusion base=runs/mini-suite/0/base
 
-NAME=MODEL for each model; 400 walks, greedy, every pass of every block, a Best-of-N model without its scorer. The
-models of docs/reproduction.md were int8 (freda convert --int8), on a CPU.
+NAME=MODEL for each model; 400 walks, greedy, no early stop, a Best-of-N model without its scorer. The models of
+docs/reproduction.md were int8 (freda convert --int8), on a CPU.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ import freda
 from freda.eval.report.points import NEVER
 from freda.eval.task import Example
 from freda.eval.tasks import TASKS
-from freda.methods import METHODS
-from freda.model.folders import ASSETS
+from freda.folders.resolve import ASSETS
 
 WALKS, PASSES = 400, (1, 2, 4)
 
 
 def written(name: str, examples: list[Example]) -> dict[int, float]:
-    """The share of walks whose letter is written right, by passes; an autoregressive model knows one number of them."""
+    """The share of walks whose letter is written correctly, by passes; an autoregressive model has one pass only."""
     model, found = freda.load(name), {}
-    drafts = METHODS[model.loaded.method.name].DRAFTS
-    for passes in PASSES if drafts else PASSES[:1]:
+    for passes in PASSES if model.loaded.method.axes else PASSES[:1]:
         settings = {"passes": passes, "threshold": NEVER, "tau": 0.0, "max_new_tokens": 4}
         answers = model.generate([example.prompt for example in examples], **settings)
         right = [answer.text.strip()[:1] == example.gold for answer, example in zip(answers, examples, strict=True)]
@@ -37,7 +35,7 @@ def written(name: str, examples: list[Example]) -> dict[int, float]:
 
 
 def main() -> None:
-    """Ask all models the same walks."""
+    """Give all models the same walks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("models", nargs="+", metavar="NAME=MODEL")

@@ -46,7 +46,7 @@ def bench_train(
     seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 4096,
     documents: Annotated[int, typer.Option(help="Documents per row, of equal length.")] = 1,
     passes: Annotated[list[int], typer.Option(help="Passes of a step; may be repeated.")] = [1, 2, 3],  # noqa: B006
-    method: Annotated[str, typer.Option(help="self-refine, block-diffusion or autoregressive.")] = "self-refine",
+    method: Annotated[str, typer.Option(help="Method to train, by its name in the config.")] = "self-refine",
     activations: Annotated[float, typer.Option(help="Share of activations kept for backward.")] = 1.0,
     compare: Annotated[bool, typer.Option("--compare", help="Add plain variants, each in the same run.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Add the time of every kind of kernel.")] = False,

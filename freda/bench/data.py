@@ -1,4 +1,4 @@
-"""`freda bench data`: how fast documents become shards, beside the tokenizer libraries alone, on the same text.
+"""`freda bench data`: how fast documents become shards, compared with the tokenizer libraries alone on the same text.
 
 Everything runs on one core. The end-to-end runs are what `freda prepare` does with one task: read JSON lines, clean,
 decontaminate, encode, write, hash; each in a process of its own, so that its peak memory is its own.
@@ -6,7 +6,6 @@ decontaminate, encode, write, hash; each in a process of its own, so that its pe
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -22,22 +21,22 @@ import tokenizers
 
 from freda.data.config import DecontaminateConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.decontaminate import Index
-from freda.data.documents import Document, is_unicode, read
+from freda.data.documents import Document, Source, is_unicode, read, sources_of
 from freda.data.encode import Encoder, make_encoder
 from freda.data.prepare import named_tokenizer
 from freda.data.tasks import WORK, Task, Worker, benchmark_texts
 from freda.errors import require
 
-REPEATS = 3  # of every measurement; the best counts, the others were disturbed
+REPEATS = 3  # of every measurement; the fastest counts, the others were disturbed
 
 
-def bench_data(config: PrepareFile, root: Path, megabytes: float) -> dict[str, Any]:
-    """Measure everything on the first `megabytes` of the config's sources, taken in turn."""
-    require(bool(config.prepare.tokenizer), "prepare.tokenizer is empty; name the tokenizer to measure with")
-    require(bool(config.source), "the config names no source; give one with [source.NAME] sections")
+def bench_data(file: PrepareFile, root: Path, megabytes: float) -> dict[str, Any]:
+    """Measure everything on the first `megabytes` of the sources, taken in turn."""
+    require(bool(file.prepare.tokenizer), "prepare.tokenizer is empty; name the tokenizer to measure with")
+    require(bool(file.source), "the config names no source; give one with [source.NAME] sections")
     os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library would take all cores
-    texts = _texts(config, root, megabytes)
-    tokenizer = named_tokenizer(config, root)
+    texts = _texts(list(sources_of(file, file.source, root).values()), megabytes)
+    tokenizer = named_tokenizer(file.prepare, root)
     encoder = make_encoder(tokenizer, texts[:100])
     library = tokenizers.Tokenizer.from_str(tokenizer.json_text)
     tokens, size = _amount(encoder, texts)
@@ -47,12 +46,11 @@ def bench_data(config: PrepareFile, root: Path, megabytes: float) -> dict[str, A
     }
     if encoder.library == "tiktoken":
         measured = {"tiktoken alone": _best(lambda: _tiktoken_alone(encoder, texts)), **measured}
-    if config.benchmark:
-        limits = dataclasses.asdict(config.decontaminate)
-        index = Index(benchmark_texts(config, root), **limits)
+    if file.benchmark:
+        index = Index(benchmark_texts(sources_of(file, file.benchmark, root)), file.decontaminate)
         measured["decontamination alone"] = _best(lambda: [index.hits(text) for text in texts])
     rows = [_row(name, seconds, tokens, size) for name, seconds in measured.items()]
-    rows += _end_to_end(config, root, texts, encoder)
+    rows += _end_to_end(file, root, texts, encoder)
     reference = rows[0]["tokens_per_second"]
     for row in rows:
         row["ratio"] = row["tokens_per_second"] / reference
@@ -65,9 +63,9 @@ def _tiktoken_alone(encoder: Encoder, texts: Sequence[str]) -> None:
         encoder.tiktoken.encode_ordinary(text)
 
 
-def _texts(config: PrepareFile, root: Path, megabytes: float) -> list[str]:
+def _texts(sources: Sequence[Source], megabytes: float) -> list[str]:
     """Documents of all sources in turn, until there is enough."""
-    streams = [read(source, root, config) for source in config.source.values()]
+    streams = [read(source) for source in sources]
     texts, size = list[str](), 0
     while streams and size < megabytes * 1e6:
         for stream in list(streams):
@@ -81,7 +79,7 @@ def _texts(config: PrepareFile, root: Path, megabytes: float) -> list[str]:
 
 
 def _amount(encoder: Encoder, texts: Sequence[str]) -> tuple[int, float]:
-    """Tokens and megabytes."""
+    """How many tokens and megabytes some texts have."""
     return sum(len(encoder.encode(text)) for text in texts), sum(len(text.encode()) for text in texts) / 1e6
 
 
@@ -94,7 +92,7 @@ def _best(run: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def _end_to_end(config: PrepareFile, root: Path, texts: Sequence[str], encoder: Encoder) -> list[dict[str, Any]]:
+def _end_to_end(file: PrepareFile, root: Path, texts: Sequence[str], encoder: Encoder) -> list[dict[str, Any]]:
     """Whole runs of `prepare`, with and without decontamination, and on a tenth of the text for its memory."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -102,7 +100,7 @@ def _end_to_end(config: PrepareFile, root: Path, texts: Sequence[str], encoder: 
         for title, some, benchmarks in (
             ("end to end, a tenth", texts[::10], {}),
             ("end to end", texts, {}),
-            ("end to end, decontaminated", texts, config.benchmark),
+            ("end to end, decontaminated", texts, file.benchmark),
         ):
             if title.endswith("decontaminated") and not benchmarks:
                 continue
@@ -110,36 +108,38 @@ def _end_to_end(config: PrepareFile, root: Path, texts: Sequence[str], encoder: 
             (folder / "texts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
             own = PrepareFile(
                 prepare=PrepareConfig(
-                    tokenizer=str((root / config.prepare.tokenizer).absolute()), eos=config.prepare.eos, parts=1
+                    tokenizer=str((root / file.prepare.tokenizer).absolute()), eos=file.prepare.eos, parts=1
                 ),
                 source={"texts": SourceConfig(path=str(folder / "texts.jsonl"))},
                 benchmark=benchmarks,
-                decontaminate=config.decontaminate if benchmarks else DecontaminateConfig(),
+                decontaminate=file.decontaminate if benchmarks else DecontaminateConfig(),
             )
             seconds, memory = _in_own_process(own, root, folder / title.replace(" ", "-"))
             rows.append({**_row(title, seconds, *_amount(encoder, some)), "peak_memory_mb": memory})
     return rows
 
 
-def _in_own_process(config: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
+def _in_own_process(file: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_run_task, config, root, out).result()
+        return pool.submit(_run_task, file, root, out).result()
 
 
-def _run_task(config: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
+def _run_task(file: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
     """Best time of the one task, without building the tools that all tasks share, and the peak memory in MB."""
-    named_tokenizer(config, root).save(out / WORK)
-    worker = Worker(config, root, out)
+    named_tokenizer(file.prepare, root).save(out / WORK)
+    worker = Worker(file, root, out)
     seconds = []
     for number in range(REPEATS):
         begun = time.perf_counter()
-        worker.run(Task("texts", part=0, wave=number, epoch=0, skip=0, want=0))  # another wave, or it would be done
+        worker.run(
+            Task("texts", part=0, wave=number, epoch=0, skip=0, want=0)
+        )  # a new wave, or it would be done already
         seconds.append(time.perf_counter() - begun)
     return min(seconds), _peak_memory()
 
 
 def _peak_memory() -> float:
-    """Of this process, in MB. Linux hands ru_maxrss on from parent to child, so it is the last resort."""
+    """Peak memory of this process in MB. A child inherits ru_maxrss on Linux, so that is the last resort."""
     status = Path("/proc/self/status")
     if status.is_file():
         peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))

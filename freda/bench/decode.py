@@ -1,10 +1,10 @@
 """`freda bench decode`: forwards and tokens per second of the engine, beside the limits of the same run.
 
-With one stream, a forward reads every weight once: its share of the copy rate says how near it is to what the memory
-allows. What is compared, at equal weights and with the same prompts, is the engine's own autoregressive decoder,
-`generate` of Hugging Face, and the reference loop request by request. Prompts are random ids and no text ends early:
-all rows make the same number of tokens. Every block gets all its passes, unless a threshold of at most 1 lets the model
-close blocks by its confidence.
+With one stream, a forward reads every weight once: the fraction of the copy rate says how close it is to what the
+memory allows. With `--compare`, the engine's own autoregressive decoder, `generate` of Hugging Face and the reference
+loop, one request at a time, run with the same weights and prompts. Prompts are random ids and no text ends early, so
+all rows generate the same number of tokens. Every block gets all its passes, unless a threshold of at most 1 lets the
+model close blocks by its confidence.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.request import Request
 from freda.errors import require
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import LoadedModel, load_model
+from freda.methods import METHODS, method_named
+from freda.methods.method import Method
 from freda.model.device import pick_device, pick_dtype
-from freda.model.scorer import Scorer
+from freda.model.parts import Parts
 from freda.model.shapes import QWEN3_BLANK, SHAPES, layer_parameters
-from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel, load_model
+from freda.model.transformer import Transformer, rotary_frequencies
 
 Note = Callable[[str], None]
 
@@ -55,7 +55,7 @@ class Case:
 
 
 class Limits(NamedTuple):
-    """What the device can do, measured in the same run."""
+    """The rates of the device, measured in the same run."""
 
     copy: float  # bytes per second, read and written
     matmul: float  # operations per second
@@ -102,7 +102,7 @@ def bench_decode(
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     require(method in METHODS, f"there is no method {method!r}; use one of {', '.join(METHODS)}")
-    loaded = _model(model, place, precision, scored=METHODS[method].SCORES)  # type: ignore[index]
+    loaded = _model(model, place, precision, METHODS[method]())
     limits = Limits(copy_rate(place), matmul_rate(place, precision))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
     methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
@@ -120,42 +120,42 @@ def bench_decode(
         "dtype": str(precision).removeprefix("torch."),
         "passes": passes,
         "threshold": threshold,
-        "parameters": sum(weight.numel() for weight in loaded.model.parameters()),
+        "parameters": sum(weight.numel() for weight in loaded.backbone.parameters()),
         "copy_tb": limits.copy / 1e12,
         "matmul_tflops": limits.matmul / 1e12,
         "rows": rows,
     }
 
 
-def _model(name: str, device: torch.device, dtype: torch.dtype, *, scored: bool) -> LoadedModel:
+def _model(name: str, device: torch.device, dtype: torch.dtype, method: Method) -> LoadedModel:
+    """A model folder, or random weights in a shape, with the parts that the method needs."""
     if name not in SHAPES:
         return load_model(Path(name), device, dtype)._replace(tokenizer=NoText())
     shape = SHAPES[name]
-    with torch.device(device):
-        network = Transformer(shape, min(QWEN3_BLANK, shape.vocab_size - 1))
-        network.scorer = Scorer(shape) if scored else None
-        network = network.to(dtype)
-    for part in (network, network.scorer):
-        if isinstance(part, Transformer | Scorer):
-            part.inv_freq = part.inv_freq.float()  # angles in bf16 would be off by whole turns
+    with torch.device("meta"):
+        parts = Parts(Transformer(shape, min(QWEN3_BLANK, shape.vocab_size - 1)))
+    method.start_from(parts, None, name)
+    parts = parts.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for weight in network.parameters():
+        for weight in parts.parameters():
             weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
-    return LoadedModel(network, NoText(), MethodConfig(name="self-refine"), "bench")
+    for part in parts.children():
+        part.inv_freq = rotary_frequencies(shape).to(device)  # in fp32: angles in bf16 would be off by whole turns
+    return LoadedModel(parts, NoText(), method, "bench")
 
 
 def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request]:
-    """Different prompts, so that nothing is shared."""
+    """Requests with different prompts, so that no pages are shared."""
     generator = torch.Generator().manual_seed(seed)
-    texts = torch.randint(0, loaded.model.blank_id, (case.batch, case.context), generator=generator).tolist()
+    texts = torch.randint(0, loaded.backbone.blank_id, (case.batch, case.context), generator=generator).tolist()
     rules: dict[str, Any] = {"passes": case.passes, "threshold": case.threshold, "method": case.method}
     rules["max_new_tokens"] = case.new_tokens
     return [Request(prompt=text, seed=number, **rules) for number, text in enumerate(texts)]
 
 
 def _warm_up(engine: Engine, case: Case) -> None:
-    """All forms of a forward, once.
+    """Run every shape of a forward once.
 
     Where blocks close by confidence, texts end one after the other, and some begin a block while others do not: the
     graphs for fewer requests and for such mixtures are made here and not while the clock runs.
@@ -179,7 +179,7 @@ def _warm_up(engine: Engine, case: Case) -> None:
 def _measured(
     loaded: LoadedModel, case: Case, limits: Limits, note: Note, config: EngineConfig, *, profile: bool
 ) -> dict[str, Any]:
-    """The engine: prefill by itself, then steps until all are done."""
+    """One row of the engine: the prefill, timed by itself, then steps until all requests are done."""
     _forget(loaded)
     engine = Engine(loaded, replace(config, max_batch=case.batch, max_length=case.context + case.new_tokens))
     _warm_up(engine, case)
@@ -217,7 +217,7 @@ def _name(engine: Engine, on_device: bool) -> str:
 
 
 def _kernels(engine: Engine, case: Case) -> list[dict[str, Any]]:
-    """Microseconds of every kind of kernel in a forward, the longest first: of two blocks, after the prefill."""
+    """Microseconds of every kind of kernel in a forward over two blocks after the prefill, the longest first."""
     size, device = engine.loaded.method.block_size, engine.model.embed_tokens.weight.device
     few = replace(case, new_tokens=min(case.new_tokens, 2 * size))
     handles = [engine.submit(request) for request in _requests(engine.loaded, few, seed=2)]
@@ -242,10 +242,10 @@ def _sizes(case: Case) -> dict[str, Any]:
 def _of_passes(
     loaded: LoadedModel, forwards: int, tokens: int, seconds: float, limits: Limits, *, int8: bool = False
 ) -> dict[str, float]:
-    """What a row says of the forwards after the prefill."""
+    """The columns of a row about the forwards after the prefill."""
     weights = sum(
         weight.numel() * (1 if int8 and weight.dim() > 1 else weight.element_size())
-        for weight in loaded.model.parameters()
+        for weight in loaded.backbone.parameters()
     )
     return {
         "passes_seconds": seconds,
@@ -261,17 +261,17 @@ def _of_prefill(loaded: LoadedModel, case: Case, seconds: float, limits: Limits)
     return {
         "prefill_seconds": seconds,
         "prefill_tokens_per_s": tokens / seconds,
-        "prefill_share_of_matmul": 2.0 * layer_parameters(loaded.model.config) * tokens / seconds / limits.matmul,
+        "prefill_share_of_matmul": 2.0 * layer_parameters(loaded.backbone.config) * tokens / seconds / limits.matmul,
     }
 
 
 def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits, note: Note) -> list[dict[str, Any]]:
-    """`generate` of transformers, a batch at a time. Its first token comes with the prefill."""
+    """Rows of `generate` of transformers, a batch at a time; the first token comes with the prefill."""
     what = "Hugging Face generate, autoregressive"
     if hugging_face.version() is None:
         note("transformers is not installed: nothing to compare with")
         return [{"what": f"{what}: transformers is not installed", **_sizes(case)} for case in cases]
-    theirs, rows = hugging_face.borrowed(loaded.model), []
+    theirs, rows = hugging_face.borrowed(loaded.backbone), []
     for case in cases:
         _forget(loaded)
         few, prompts = ([request.prompt for request in _requests(loaded, case, seed=seed)] for seed in (0, 1))
@@ -293,14 +293,11 @@ def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits, no
 
 
 def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
-    """The reference loop with its cache, request by request."""
+    """A row of the reference loop with its cache, one request at a time."""
     _forget(loaded)
-    requests, rule = _requests(loaded, case)[:MOST_ONE_BY_ONE], METHODS[case.method]  # type: ignore[index]
+    requests, method = _requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.method, loaded.method)
     begun = _now(loaded)
-    made = [
-        generate(loaded.model, rule, loaded.method, [request], stop_ids=loaded.tokenizer.stop_ids)[0]
-        for request in requests
-    ]
+    made = [generate(loaded.parts, method, [request], stop_ids=loaded.tokenizer.stop_ids)[0] for request in requests]
     ended = _now(loaded)
     tokens, nfe = sum(len(output.tokens) for output in made), sum(output.nfe for output in made)
     row = {
@@ -316,7 +313,7 @@ def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
 
 
 def _on_cuda(loaded: LoadedModel) -> bool:
-    return loaded.model.embed_tokens.weight.is_cuda
+    return loaded.backbone.embed_tokens.weight.is_cuda
 
 
 def _now(loaded: LoadedModel) -> float:
@@ -326,7 +323,7 @@ def _now(loaded: LoadedModel) -> float:
 
 
 def _forget(loaded: LoadedModel) -> None:
-    """Free what the row before has left, so that the peak of memory is this row's own."""
+    """Free what the last row has left, so that the peak of memory is the next row's own."""
     gc.collect()
     if _on_cuda(loaded):
         torch.cuda.empty_cache()
@@ -351,7 +348,7 @@ COLUMNS = {  # of the table: from which value of a row, times what, and how it i
 
 
 def table_lines(found: dict[str, Any]) -> list[str]:
-    """What is printed."""
+    """The printed table."""
     fixed = f"{found['passes']} passes for every block"
     closing = f"at most {found['passes']} passes for a block, which closes from probability {found['threshold']:g} on"
     lines = [

@@ -1,8 +1,8 @@
 """`generate` of Hugging Face's transformers over the weights of one of our models, for `freda bench decode`.
 
-Its model is built without storage and is given our tensors themselves: nothing is held twice, and its greedy text is
-that of our autoregressive decoder, which alone never writes BLANK. It is used as it comes: its own attention, a cache
-that grows, no compilation.
+The model of transformers is built without storage and gets our tensors themselves, so no weight is held twice. Its
+greedy text is that of our autoregressive decoder, which alone never writes BLANK. It runs with its defaults: its own
+attention, a cache that grows, no compilation.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from freda.folders.hugging_face import EMBEDDING, HEAD, hugging_face_config, hugging_face_name
 from freda.model.transformer import Transformer
-from freda.model.weights import EMBEDDING, HEAD, hugging_face_config, hugging_face_name
 
 
 class Timed(NamedTuple):
-    """What a call made, and how long it took."""
+    """The tokens of a call, and how long it took."""
 
-    tokens: list[list[int]]  # new ones
+    tokens: list[list[int]]  # the new ones
     prefill: float  # seconds, up to the first token of every text: one forward
     passes: float  # seconds for the tokens after it, a forward for each
 
@@ -36,7 +36,7 @@ def version() -> str | None:
 
 
 def borrowed(model: Transformer) -> Any:
-    """The model as transformers has it, over the same weights; no token ends a text."""
+    """The same model in transformers, over the same weights; no token ends a text."""
     import transformers
 
     values = hugging_face_config(model.config) | {"bos_token_id": None, "eos_token_id": None}
@@ -63,7 +63,7 @@ def timed_generate(theirs: Any, prompts: Sequence[Sequence[int]], new_tokens: in
     marks: list[float] = []
 
     def first_token(ids: Tensor, scores: Tensor, **more: object) -> Tensor:
-        """Asked after every token whether a text ends: none does; marks when the first one was there."""
+        """A stopping criterion that never stops, and notes when the first token was there."""
         if not marks:
             marks.append(_now(ids))
         return goes_on

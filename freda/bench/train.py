@@ -1,6 +1,6 @@
 """`freda bench train`: optimizer steps of a shape with random weights, as a share of the matmul rate of the same run.
 
-What counts is useful arithmetic (`train/flops.py`): recomputation earns nothing, and a pass without gradient only its
+What counts is useful arithmetic (`Method.flops`): recomputation earns nothing, and a pass without gradient only its
 forward. The steps are those of `freda train`, with data that needs no files; `--compare` adds the plain twins.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,20 +19,19 @@ from freda.bench.rates import about, kernel_times, matmul_rate, seconds
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
+from freda.folders.hugging_face import DTYPES
 from freda.methods.draft import CleanHalf, clean_half, clean_mask, draft_mask
-from freda.methods.method import Step
-from freda.methods.self_refine import initial_draft, refine
+from freda.methods.method import Method, Step
+from freda.methods.self_refine import Refining
 from freda.model import head
-from freda.model.attention import attend, pick_backend
+from freda.model.attention import Backend, attend, pick_backend
 from freda.model.config import ModelConfig
+from freda.model.parts import Parts
 from freda.model.shapes import QWEN3_BLANK, SHAPES
-from freda.model.transformer import Transformer, pick_device
-from freda.model.weights import DTYPES
+from freda.model.transformer import Transformer, pick_device, rotary_frequencies
 from freda.train import loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig
-from freda.train.flops import step_flops, visible_pairs
+from freda.train.flops import visible_pairs
 from freda.train.optim import clip_and_update, make_optimizer, total_norm
 from freda.train.parallel import Root
 from freda.train.setup import Run, compile_layers
@@ -50,7 +48,7 @@ class Load:
     rows: int
     documents: int  # per row, of equal length
     passes: Sequence[int]
-    method: MethodConfig
+    method: Method
     activations: float
 
     @property
@@ -92,20 +90,17 @@ def bench_train(
 ) -> dict[str, Any]:
     """Measure everything; returns what the table shows."""
     require(shape in SHAPES, f"there is no shape {shape!r}; use one of {', '.join(SHAPES)}")
-    require(
-        method in ("autoregressive", "block-diffusion", "self-refine"),
-        f"the bench trains no {method}; use autoregressive, block-diffusion or self-refine",
-    )
-    require(seq_len % (4 * documents) == 0, f"{documents} documents of whole blocks do not fill {seq_len} tokens")
-    place, config = pick_device(device), MethodConfig(name=method, passes=max(passes))  # type: ignore[arg-type]
-    load = Load(SHAPES[shape], seq_len, rows, documents, passes, config, activations)
+    rule = Method.variant({"name": method})[0]()
+    whole = seq_len % (rule.block_size * documents) == 0
+    require(whole, f"{documents} documents of whole blocks do not fill {seq_len} tokens")
+    place, load = pick_device(device), Load(SHAPES[shape], seq_len, rows, documents, passes, rule, activations)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     rate = matmul_rate(place, dtype)
     note(f"matmul rate {rate / 1e12:.1f} TFLOP/s")
     run = make_run(load, place, dtype)
     table = [_step_row(run, load, t, rate, note) for t in passes]
     peak = torch.cuda.max_memory_allocated(place) / 1e9 if place.type == "cuda" else None
-    parts = _parts(run, load, note) if method == "self-refine" else []
+    pieces = list(_pieces(run, rule, note)) if isinstance(rule, Refining) else []
     found: dict[str, Any] = {
         **about(place),
         "shape": shape,
@@ -119,7 +114,7 @@ def bench_train(
         "peak_gb": peak,
         "steps": table,
         "mean_share": statistics.fmean(row["share"] for row in table),
-        "parts": parts,
+        "parts": pieces,
     }
     if profile:
         found["profile"] = _profile(run, note)
@@ -129,17 +124,23 @@ def bench_train(
     return found
 
 
-def make_run(load: Load, device: torch.device, dtype: torch.dtype, *, compiled: bool | None = None) -> Run:
-    """A run as `freda train` would set it up, without files."""
+def make_run(
+    load: Load, device: torch.device, dtype: torch.dtype, *, compiled: bool = True, backend: Backend | None = None
+) -> Run:
+    """A run as `freda train` would set it up, without files; only on a GPU are layers compiled."""
     blank = min(QWEN3_BLANK, load.shape.vocab_size - 1)
-    with torch.device(device):
-        model = Transformer(load.shape, blank)
+    with torch.device("meta"):
+        parts = Parts(Transformer(load.shape, blank))
+    load.method.start_from(parts, None, "random weights")
+    parts.to_empty(device=device)
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in parts.parameters():
             weight.normal_(0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)
-    model.backend = pick_backend("auto", device)
-    if compiled if compiled is not None else device.type == "cuda":
-        compile_layers(model, load.activations)
+    for module in parts.children():
+        module.inv_freq = rotary_frequencies(load.shape).to(device)  # a buffer, which `to_empty` has emptied
+    parts.backbone.backend = backend or pick_backend("auto", device)
+    if compiled and device.type == "cuda":
+        compile_layers(parts.backbone, load.activations)
     name = next(name for name, kind in DTYPES.items() if kind == dtype)
     config = RunConfig(
         model=load.shape,
@@ -148,33 +149,21 @@ def make_run(load: Load, device: torch.device, dtype: torch.dtype, *, compiled: 
         train=TrainConfig(batch_rows=load.rows, group_rows=load.rows, dtype=name, lr=1e-6),  # type: ignore[arg-type]
     )
     rows = cast(Loader, RandomRows(load, blank))
-    run = Run(config, METHODS[load.method.name], model, NOTHING, rows, rows, device, Root(model))
-    run.optimizer = make_optimizer(model, config.train, fused=device.type == "cuda" and not run.updates_copies)
+    run = Run(config, parts, NOTHING, rows, rows, device, Root(parts))
+    run.optimizer = make_optimizer(parts, config.train, fused=device.type == "cuda" and not run.updates_copies)
     return run
 
 
 def _step_row(run: Run, load: Load, passes: int, rate: float, note: Callable[[str], None]) -> dict[str, Any]:
     """Whole optimizer steps, all with the same number of passes."""
-    method = METHODS[load.method.name]
-
-    def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
-        return method.loss(model, batch, config, step._replace(passes=passes))
-
-    run.method = cast(Any, SimpleNamespace(**{**vars(method), "loss": loss}))
-    numbers = iter(range(10**6))
+    run.passes, numbers = passes, iter(range(10**6))
     time = seconds(lambda: loop.take_step(run, next(numbers)), run.device, warm_up=3)
-    run.method = method
-    flops = step_flops(
-        load.shape,
-        load.method,
-        load.rows * load.seq_len,
-        load.rows * visible_pairs(load.lengths, load.method.block_size),
-        passes,
-    )
+    tokens, pairs = load.rows * load.seq_len, load.rows * visible_pairs(load.lengths, load.method.block_size)
+    flops = load.method.flops(load.shape, tokens, pairs, passes)
     row = {
         "passes": passes,
         "seconds": time,
-        "tokens_per_s": load.rows * load.seq_len / time,
+        "tokens_per_s": tokens / time,
         "tflops": flops / 1e12,
         "share": flops / time / rate,
     }
@@ -182,42 +171,42 @@ def _step_row(run: Run, load: Load, passes: int, rate: float, note: Callable[[st
     return row
 
 
-def _parts(run: Run, load: Load, note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Pieces of a step by themselves."""
-    batch = loop.to_device(run.rows.batch(0, load.rows), run.device)
-    config, device = load.method, run.device
-    at = Step(0, 0, torch.arange(load.rows), 0.0, 1)
+def _pieces(run: Run, method: Refining, note: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Pieces of a step by themselves, for a method that refines drafts."""
+    rows = run.config.train.batch_rows
+    batch, size = loop.to_device(run.rows.batch(0, rows), run.device), method.block_size
+    at = Step(0, 0, torch.arange(rows), 0.0, 1)
 
-    def timed(name: str, function: Callable[..., object], *, gradient: bool = False) -> dict[str, Any]:
+    def timed(name: str, function: Callable[[Parts], object], *, gradient: bool = False) -> dict[str, Any]:
         def call() -> None:
             with torch.set_grad_enabled(gradient):
                 run.call(function)
 
-        return _part(name, seconds(call, device, warm_up=2), note)
+        return _part(name, seconds(call, run.device, warm_up=2), note)
 
-    def both_halves(model: Transformer) -> None:
-        refine(model, clean_half(model, batch, 4), initial_draft(model, batch, config, None), config)
+    def one_pass(parts: Parts, clean: CleanHalf) -> None:
+        method.refine(parts.backbone, clean, method.blank_draft(parts.backbone, batch))
 
-    def whole(model: Transformer) -> None:
-        run.method.loss(model, batch, config, at).backward()  # type: ignore[no-untyped-call]
+    def whole(parts: Parts) -> None:
+        method.loss(parts, batch, at).backward()  # type: ignore[no-untyped-call]
 
-    rows = [
-        timed("forward of both halves, no gradient", both_halves),
-        timed("forward and backward, 1 pass", whole, gradient=True),
-        timed("loss with its gradients", lambda model: _loss_alone(model, batch), gradient=True),
-        timed("attention of all layers, forward", lambda model: _attention(model, batch, backward=False)),
-        timed("attention of all layers, with backward", lambda m: _attention(m, batch, backward=True), gradient=True),
-    ]
+    def attention(parts: Parts) -> None:
+        _attention(parts.backbone, batch, size, backward=torch.is_grad_enabled())
+
+    def clean_text(parts: Parts) -> CleanHalf:
+        return clean_half(parts.backbone, batch, size)
+
+    yield timed("forward of both halves, no gradient", lambda parts: one_pass(parts, clean_text(parts)))
     with torch.no_grad():
-        clean = run.call(lambda model: clean_half(model, batch, 4))
-    one_pass = timed("a pass without gradient", lambda m: _one_pass(m, batch, clean, config))
-    for weight in (*run.model.parameters(), *run.root.copies.values()):
+        clean = run.call(clean_text)
+    yield timed("a pass without gradient", lambda parts: one_pass(parts, clean))
+    yield timed("forward and backward, 1 pass", whole, gradient=True)
+    yield timed("loss with its gradients", lambda parts: _loss_alone(parts.backbone, batch), gradient=True)
+    yield timed("attention of all layers, forward", attention)
+    yield timed("attention of all layers, with backward", attention, gradient=True)
+    for weight in (*run.parts.parameters(), *run.root.copies.values()):
         weight.grad = None
-    return [rows[0], one_pass, *rows[1:], _optimizer_part(run, note)]
-
-
-def _one_pass(model: Transformer, batch: Batch, clean: CleanHalf, config: MethodConfig) -> None:
-    refine(model, clean, initial_draft(model, batch, config, None), config)
+    yield _optimizer_part(run, note)
 
 
 def _part(name: str, time: float, note: Callable[[str], None]) -> dict[str, Any]:
@@ -227,7 +216,7 @@ def _part(name: str, time: float, note: Callable[[str], None]) -> dict[str, Any]
 
 def _optimizer_part(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
     copies = run.root.copies if run.updates_copies else None
-    learnt = [(copies or {}).get(weight, weight) for weight in run.model.parameters()]
+    learnt = [(copies or {}).get(weight, weight) for weight in run.parts.parameters() if weight.requires_grad]
     for weight in learnt:
         weight.grad = torch.full_like(weight, 1e-6)
     gradients = [cast(Tensor, weight.grad) for weight in learnt]
@@ -249,7 +238,7 @@ def _loss_alone(model: Transformer, batch: Batch) -> None:
     model.head(hidden.requires_grad_(True)).cross_entropy(batch.tokens, weights).backward()  # type: ignore[no-untyped-call]
 
 
-def _attention(model: Transformer, batch: Batch, *, backward: bool) -> None:
+def _attention(model: Transformer, batch: Batch, block: int, *, backward: bool) -> None:
     """Attention of both halves, as often as there are layers."""
     shape, device, dtype = model.config, batch.tokens.device, model.head_weight.dtype
     rows, length = batch.tokens.shape
@@ -260,7 +249,10 @@ def _attention(model: Transformer, batch: Batch, *, backward: bool) -> None:
         for heads in (shape.heads, *(shape.kv_heads,) * 4)
     )
     clean, own = (others[0], others[1]), (others[2], others[3])
-    for new, past, mask in ((clean, None, clean_mask(model, batch, 4)), (own, clean, draft_mask(model, batch, 4))):
+    for new, past, mask in (
+        (clean, None, clean_mask(model, batch, block)),
+        (own, clean, draft_mask(model, batch, block)),
+    ):
         for _ in range(shape.layers):
             out = attend(q, new, past, mask)
             if backward:
@@ -285,7 +277,7 @@ def kind_of(kernel: str) -> str:
 
 def _profile(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
     """One step with one pass: milliseconds by kind of kernel, and the longest kernels."""
-    run.config = replace(run.config, method=replace(run.config.method, passes=1))
+    run.passes = 1
     loop.take_step(run, 0)
     spent = kernel_times(lambda: loop.take_step(run, 1), run.device)
     kinds = dict.fromkeys([kind for kind, _ in KINDS] + ["other"], 0.0)
@@ -303,15 +295,15 @@ def _compared(
     load: Load, device: torch.device, dtype: torch.dtype, rate: float, note: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """Steps of one pass: as they are, and with one thing at a time done plainly."""
-    one = replace(load, passes=(1,))
-    variants = [("as it is", _as_it_is), ("eager layers", _eager), ("dense mask", _dense), ("full logits", _full)]
+    variants: dict[str, dict[str, Any]] = {"as it is": {}, "eager layers": {"compiled": False}}
     if device.type == "cuda":  # elsewhere it has no backward
-        variants.insert(2, ("flex attention", _flex))
-    for name, variant in variants:
+        variants["flex attention"] = {"backend": "flex"}
+    variants |= {"dense mask": {"backend": "sdpa"}, "full logits": {}}
+    for name, changes in variants.items():
         note(name)
         try:
-            with variant(one, device, dtype) as run:
-                yield {"variant": name, **_step_row(run, one, 1, rate, note)}
+            with _full_logits() if name == "full logits" else contextlib.nullcontext():
+                yield {"variant": name, **_step_row(make_run(load, device, dtype, **changes), load, 1, rate, note)}
         except torch.OutOfMemoryError:
             yield {"variant": name, "error": "out of memory"}
         except FredaError as error:
@@ -321,31 +313,7 @@ def _compared(
 
 
 @contextlib.contextmanager
-def _as_it_is(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
-    yield make_run(load, device, dtype)
-
-
-@contextlib.contextmanager
-def _eager(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
-    yield make_run(load, device, dtype, compiled=False)
-
-
-@contextlib.contextmanager
-def _flex(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
-    run = make_run(load, device, dtype)
-    run.model.backend = "flex"
-    yield run
-
-
-@contextlib.contextmanager
-def _dense(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
-    run = make_run(load, device, dtype)
-    run.model.backend = "sdpa"
-    yield run
-
-
-@contextlib.contextmanager
-def _full(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]:
+def _full_logits() -> Iterator[None]:
     """Logits of all positions at once, their loss by autograd."""
     chunked = head.Logits.cross_entropy
 
@@ -355,7 +323,7 @@ def _full(load: Load, device: torch.device, dtype: torch.dtype) -> Iterator[Run]
 
     head.Logits.cross_entropy = plain  # type: ignore[method-assign]
     try:
-        yield make_run(load, device, dtype)
+        yield
     finally:
         head.Logits.cross_entropy = chunked  # type: ignore[method-assign]
 

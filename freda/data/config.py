@@ -1,8 +1,9 @@
-"""What `freda prepare` reads from its TOML file: sources, benchmarks to keep out, and how documents become shards."""
+"""The TOML file of `freda prepare`: sources, benchmarks to keep out, and how documents become shards."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from freda.errors import require
 from freda.sections import build, knob, read_tables
 
 FilesKind = Literal["jsonl", "parquet", "table", "text", "code", "huggingface", "datatrove"]
-MadeKind = Literal["sums", "mini_math", "mini_code", "mini_logic"]  # by generators; there are no files
+MadeKind = Literal["sums", "mini_math", "mini_code", "mini_logic"]  # made by generators, not read from files
 DocumentsKind = Literal[FilesKind, MadeKind]
 MADE: tuple[MadeKind, ...] = get_args(MadeKind)
 
@@ -25,15 +26,15 @@ class CorpusConfig:
     validation_problems: int = knob(512, "held-out problems in the validation shard")
     steps: int = knob(1, "arithmetic steps per problem")
     max_number: int = knob(99, "largest number in a problem, results included")
-    max_change: int = knob(0, "largest number added or taken in a step; 0 sets no limit but max_number")
-    carry: bool = knob(True, "false leaves out sums that carry or borrow: a small model learns them in seconds")
+    max_change: int = knob(0, "largest number added or taken in a step; 0: no limit but max_number")
+    carry: bool = knob(True, "false omits sums that carry or borrow: a small model learns the others in seconds")
     varied: bool = knob(True, "several wordings of a solution; false: the question determines each of its tokens")
-    vocab_size: int = knob(512, "most rows of the tokenizer's table, BLANK included")
+    vocab_size: int = knob(512, "most ids of the tokenizer, BLANK included")
     align: int = knob(8, "documents are filled with EOS to a multiple of this (a multiple of the block size)")
     seed: int = knob(0, "seed of the generator")
 
     def __post_init__(self) -> None:
-        for name, least in {"problems": 1, "validation_problems": 0, "steps": 1, "max_number": 9, "align": 1}.items():
+        for name, least in {"problems": 1, "validation_problems": 0, "steps": 1, "max_number": 5, "align": 1}.items():
             require(getattr(self, name) >= least, f"corpus.{name} is {getattr(self, name)}; use {least} or more")
         require(
             self.max_change == 0 or self.max_change >= 2,
@@ -45,20 +46,20 @@ class CorpusConfig:
 class MiniConfig:
     """`[mini]`: the mini suite, as sources of the kinds mini_math, mini_code and mini_logic; see docs/mini.md."""
 
-    documents: int = knob(4_000_000, "training documents of each kind that there are; prepare.tokens may take fewer")
+    documents: int = knob(4_000_000, "training documents of each kind; prepare.tokens may take fewer")
     validation_documents: int = knob(2_000, "held-out documents of each kind in the validation shards")
     math_steps_from: int = knob(2, "fewest steps of a word problem")
     math_steps_to: int = knob(6, "most steps of a word problem")
     math_max_number: int = knob(9_999, "largest number in a word problem, results included")
     math_max_factor: int = knob(99, "largest factor or divisor; products of two such numbers are the hard steps")
-    math_distractors: float = knob(0.3, "share of word problems with a sentence that does not matter")
+    math_distractors: float = knob(0.3, "share of word problems with an irrelevant sentence")
     code_steps_from: int = knob(2, "fewest transformations in a function")
     code_steps_to: int = knob(5, "most transformations in a function")
-    code_shown: float = knob(0.7, "share of functions one step of which is shown by an example instead of said")
+    code_shown: float = knob(0.7, "share of functions with a step that is shown by an example instead of words")
     logic_hops_from: int = knob(1, "fewest hops of a deduction: facts or swaps that lead to the answer")
     logic_hops_to: int = knob(2, "most hops of a deduction; a walk has up to four moves for each")
-    logic_conclusions: int = knob(6, "most conclusions in a training document; the first is what a test asks for")
-    seed: int = knob(0, "seed of the generators; what is a test question does not depend on it")
+    logic_conclusions: int = knob(6, "most conclusions in a training document; tests ask for the first one")
+    seed: int = knob(0, "seed of the generators; which contents are held out does not depend on it")
 
     def __post_init__(self) -> None:
         counts = (("documents", 1, 10**9), ("validation_documents", 0, 10**9), ("logic_conclusions", 1, 24))
@@ -68,21 +69,28 @@ class MiniConfig:
             require(least <= value <= most, f"mini.{name} is {value}; use {least} to {most}")
         for name, most in (("math_steps", 8), ("code_steps", 8), ("logic_hops", 6)):
             least, last = getattr(self, f"{name}_from"), getattr(self, f"{name}_to")
-            told = f"mini.{name}_from is {least} and mini.{name}_to {last}"
-            require(1 <= least <= last <= most, f"{told}; use 1 to {most}, in this order")
+            seen = f"mini.{name}_from is {least} and mini.{name}_to {last}"
+            require(1 <= least <= last <= most, f"{seen}; use 1 to {most}, in this order")
+
+
+GeneratorConfig = CorpusConfig | MiniConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsConfig:
-    """`[benchmark.NAME]`: where texts lie. Text of benchmarks is kept out of the training data."""
+    """`[benchmark.NAME]`: where texts are. Texts of benchmarks are kept out of the training data."""
 
-    kind: DocumentsKind = knob("jsonl", "how to read it; sums ([corpus]) and mini_* ([mini]) are made, not read")
+    kind: DocumentsKind = knob("jsonl", "format; sums ([corpus]) and mini_* ([mini]) are generated, not read")
     path: str = knob("", "file, folder or tar archive, from --data; huggingface: name; code: also stdlib, Python's own")
-    files: str = knob("", "which files of a folder or an archive, for example *_train.tsv; empty takes all of the kind")
-    field: str = knob("text", "where the text is: a field, or several as in '{question} {answer}'; a table's by number")
+    files: str = knob(
+        "", "pattern of file names in a folder or archive, for example *_train.tsv; empty: all of the kind"
+    )
+    field: str = knob(
+        "text", "where the text is: a field, or several as in '{question} {answer}'; columns of a table by number"
+    )
     config: str = knob("", "huggingface: configuration of the dataset")
     split: str = knob("train", "huggingface: split of the dataset")
-    revision: str = knob("", "huggingface: commit or tag; empty takes the newest")
+    revision: str = knob("", "huggingface: commit or tag; empty takes the newest commit")
 
     def __post_init__(self) -> None:
         require(bool(self.path) or self.kind in MADE, "path is empty; name a file, a folder or a dataset")
@@ -91,14 +99,16 @@ class DocumentsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig(DocumentsConfig):
-    """`[source.NAME]`: one stream of documents; as many as you like."""
+    """`[source.NAME]`: one stream of documents; there may be any number of sources."""
 
     share: float = knob(1.0, "part of prepare.tokens; shares are taken relative to their sum")
-    epochs: int = knob(1, "how often the stream may be read when it runs dry; then the run stops")
+    epochs: int = knob(
+        1, "how often the documents may be read to reach the share; if that is not enough, the run stops"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.share > 0, f"share is {self.share}; use a positive number")
+        require(0 < self.share < math.inf, f"share is {self.share}; use a positive number")
         require(self.epochs >= 1, f"epochs is {self.epochs}; use 1 or more")
 
 
@@ -110,9 +120,11 @@ class PrepareConfig:
     eos: str = knob("", "token that ends documents, for example <|endoftext|>; empty takes the tokenizer's own")
     vocab_size: int = knob(8192, "most ids of a new tokenizer, BLANK included")
     tokens: int = knob(0, "training tokens in all; 0 takes every document once, whatever the shares")
-    parts: int = knob(8, "shard tasks per source: as many processes or machines can share the work")
+    parts: int = knob(8, "shard tasks per source: so many processes or machines can share the work")
     align: int = knob(8, "documents are filled with EOS to a multiple of this (a multiple of the block size)")
-    validation_share: float = knob(0.005, "share of documents held out for validation")
+    validation_share: float = knob(
+        0.005, "share of documents held out for validation; above 0, at least one of two or more documents"
+    )
     longest: int = knob(10_000_000, "longest document in characters; longer ones are dropped and counted")
     broken_share: float = knob(0.05, "stop when more than this share of a part cannot be read")
     seed: int = knob(42, "seed of the order of files and of what is held out")
@@ -120,6 +132,7 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         for name in ("parts", "align", "longest"):
             require(getattr(self, name) >= 1, f"prepare.{name} is {getattr(self, name)}; use 1 or more")
+        require(not self.eos or bool(self.tokenizer), f"prepare.eos is {self.eos!r}; it needs prepare.tokenizer")
         require(self.tokens >= 0, f"prepare.tokens is {self.tokens}; use 0 (all) or more")
         for name in ("validation_share", "broken_share"):
             require(0 <= getattr(self, name) < 1, f"prepare.{name} is {getattr(self, name)}; use 0 to below 1")
@@ -129,18 +142,19 @@ class PrepareConfig:
 class DecontaminateConfig:
     """`[decontaminate]`: when a document holds text of a `[benchmark.NAME]` and is dropped."""
 
-    ngram: int = knob(13, "words in a row that give a document away")
-    shortest: int = knob(8, "benchmark texts of fewer words than ngram, but as many as this, count as a whole")
+    ngram: int = knob(13, "words in a row that mark a document as contaminated")
+    shortest: int = knob(8, "benchmark texts of fewer words than ngram, but at least this many, must occur as a whole")
     threshold: float = knob(0.0, "share of one benchmark text's n-grams that a document must hold; 0: any single one")
 
     def __post_init__(self) -> None:
+        require(self.ngram >= 1, f"decontaminate.ngram is {self.ngram}; use 1 or more")
         require(1 <= self.shortest <= self.ngram, f"decontaminate.shortest is {self.shortest}; use 1 to {self.ngram}")
         require(0 <= self.threshold <= 1, f"decontaminate.threshold is {self.threshold}; use 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareFile:
-    """One corpus: its sources, and what is made of them."""
+    """The whole file: the sources of a corpus, and how they become shards."""
 
     corpus: CorpusConfig = CorpusConfig()
     mini: MiniConfig = MiniConfig()

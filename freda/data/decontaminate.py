@@ -5,29 +5,31 @@ A benchmark item is known by all its n-grams of 13 words, a short one by its 8 t
 says too little and is only counted. A document is contaminated by an item if it holds one of the item's n-grams, or,
 with a threshold, at least that share of the distinct ones.
 
-`plain_hits` states the rule; `Index` follows it at 140 MB per second and core (textbook modules of 17 kB against a
-million n-grams; a call takes 40 microseconds at least, so that documents of 0.7 kB go at 16). Nearly no document is
-contaminated, so the work is in saying no: words, then n-grams become 64-bit hashes in a few passes of numpy, and a
-filter of the hashes that occur rejects nearly every place. Hashes only propose. What they propose is compared word by
-word, so that a collision costs microseconds, never a document.
+`Index` does this at 140 MB per second and core (textbook modules of 17 kB against a million n-grams; a call takes at
+least 40 microseconds, so that documents of 0.7 kB go at 16 MB per second). Nearly no document is contaminated, so the
+work is in saying no: words and then n-grams become 64-bit hashes in a few passes of numpy, and a filter of the hashes
+that occur rejects nearly every place. Hashes only propose. What they propose is compared word by word, so that a
+collision costs microseconds, never a document. The tests state the rule in plain code and compare.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.errors import require
+from freda.data.config import DecontaminateConfig
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
+DEFAULT = DecontaminateConfig()
 WORD = re.compile(rb"[a-z0-9]+")
-PIECE = 1 << 16  # characters looked at in one go: as fast as a million with a sixteenth of the memory, and in the cache
+PIECE = 1 << 16  # characters processed at once: as fast as a million, with a sixteenth of the memory
 LOAD = 8  # bytes of a word that are read as one number
 SPACE = b" " * LOAD  # put around texts, so that reading from any place stays within them
 MIX, BASE = np.uint64(0x9E3779B97F4A7C15), 0xD6E8FEB86659FD93  # odd, so that multiplying loses nothing
@@ -57,47 +59,22 @@ class BenchmarkInfo(NamedTuple):
     too_short: int
 
 
-# -- the rule --------------------------------------------------------------------------------------------------------
+# -- words and their hashes ------------------------------------------------------------------------------------------
 
 
-def plain_hits(
-    text: str, items: Iterable[tuple[str, str]], ngram: int = 13, shortest: int = 8, threshold: float = 0.0
-) -> list[Hit]:
-    """The slow statement of the rule, for tests: what `Index(items, ...).hits(text)` must return."""
-    document = _split(text)
-    texts: dict[str, list[str]] = {}
-    for benchmark, item in items:
-        texts.setdefault(benchmark, []).append(item)
-    hits: list[Hit] = []
-    for benchmark in texts:
-        for number, words in enumerate(map(_split, texts[benchmark])):
-            length = min(ngram, len(words))
-            if length < shortest:
-                continue
-            wanted = set(_plain_grams(words, length))
-            found = [gram for gram in _plain_grams(document, length) if gram in wanted]
-            share = len(set(found)) / len(wanted)
-            if found and share >= threshold:
-                hits.append(Hit(benchmark, number, found[0].decode("ascii"), share))
-    return hits
-
-
-def _split(text: str) -> list[bytes]:
+def split_words(text: str) -> list[bytes]:
     """The words of a text."""
     return WORD.findall(_encode(text).lower())  # lower() of bytes is ASCII only
+
+
+def ngrams(words: list[bytes], length: int) -> list[bytes]:
+    """All n-grams of this length, in order, as words joined by spaces."""
+    return [b" ".join(words[at : at + length]) for at in range(len(words) - length + 1)]
 
 
 def _encode(text: str) -> bytes:
     """UTF-8; lone surrogates become question marks, which separate words like the rest."""
     return text.encode("utf-8", "replace")
-
-
-def _plain_grams(words: list[bytes], length: int) -> list[bytes]:
-    """All n-grams of this length, in order, as words joined by spaces."""
-    return [b" ".join(words[at : at + length]) for at in range(len(words) - length + 1)]
-
-
-# -- words and their hashes ------------------------------------------------------------------------------------------
 
 
 class _Words(NamedTuple):
@@ -116,8 +93,8 @@ class _Words(NamedTuple):
 def _pieces(text: str, overlap: int) -> Iterator[_Words]:
     """The words of a text, PIECE characters at a time; a piece begins with the last `overlap` words of the one before.
 
-    A word that touches the end of a piece may go on, so it is left to the next piece. A piece takes in no less than is
-    carried over: a word of many pieces is then read twice, not once for each of them.
+    A word that touches the end of a piece may continue, so it is left to the next piece. A piece takes in at least as
+    much as is carried over: a word of many pieces is then read twice, not once for each of them.
     """
     carried = b""
     begin = 0
@@ -137,9 +114,11 @@ def _pieces(text: str, overlap: int) -> Iterator[_Words]:
 
 
 def _find_words(data: bytes) -> _Words:
-    """The words of some bytes."""
+    """Find the words of some bytes."""
     raw = np.frombuffer(b"".join((SPACE, data, SPACE)), np.uint8)
-    lower = raw | np.uint8(0x20)  # small letters of capitals, but digits of control bytes too: for digits ask `raw`
+    lower = raw | np.uint8(
+        0x20
+    )  # capitals become small letters, but control bytes become digits: digits are looked for in `raw`
     inside = lower[LOAD - 1 :] - np.uint8(ord("a")) < 26  # differences wrap around: smaller bytes become large
     inside |= raw[LOAD - 1 :] - np.uint8(ord("0")) < 10
     edges = np.flatnonzero(inside[1:] != inside[:-1])  # starts and ends in turn, counted in `data`
@@ -148,7 +127,7 @@ def _find_words(data: bytes) -> _Words:
 
 
 def _hash_words(lower: NDArray[np.uint8], starts: Ints, ends: Ints) -> Hashes:
-    """A number for each word, from its length, its first and its last 8 bytes. Words that differ elsewhere are few."""
+    """A number for each word, from its length, its first and its last 8 bytes. Few words differ elsewhere."""
     loads: Hashes = np.ndarray((len(lower) - LOAD + 1,), "<u8", lower, strides=(1,))  # 8 bytes from each place on
     if len(loads) <= 4 * PIECE:
         loads = loads.copy()  # aligned: 8 times the memory, but reads three times as fast
@@ -174,41 +153,12 @@ def _hash_windows(hashes: Hashes, length: int, powers: Hashes) -> Hashes:
 # -- the index -------------------------------------------------------------------------------------------------------
 
 
-class _Item(NamedTuple):
-    """An item that is long enough to be found."""
-
-    benchmark: str
-    number: int
-    words: bytes  # joined by spaces
-    size: int  # how many words
-
-
-class _Grams(NamedTuple):
-    """The n-grams of all items in the order of their hashes. One that an item repeats is there as often."""
-
-    hashes: Hashes
-    item: Ints
-    begin: Ints  # where the n-gram lies in `text`
-    end: Ints
-    text: bytes  # the words of all items, joined by spaces
-
-    def known(self, hashes: Hashes) -> Ints:
-        """Which of the hashes are those of n-grams."""
-        return np.flatnonzero(self.hashes.take(self.hashes.searchsorted(hashes), mode="clip") == hashes)
-
-    def owners(self, gram: bytes, hash_: np.uint64) -> set[int]:
-        """The items that have this n-gram, compared word by word."""
-        here = slice(self.hashes.searchsorted(hash_), self.hashes.searchsorted(hash_, "right"))
-        places = zip(self.item[here].tolist(), self.begin[here].tolist(), self.end[here].tolist(), strict=True)
-        return {item for item, begin, end in places if self.text[begin:end] == gram}
-
-
 class _Filter:
-    """A Bloom filter of hashes: says no for sure, and yes by mistake to one in 3,000.
+    """A Bloom filter of hashes with one false positive in 3,000.
 
     The upper bits of a hash choose one of many 64-bit numbers, its lower bits the 5 bits that must be set there: one
-    access decides. A million n-grams take 4 MB, which stay in the cache. Half of that lets 7 times as much pass, and a
-    table of truth values, one per hash, took 16 MB to let every seventh pass.
+    access decides. A million n-grams take 4 MB, which stay in the cache. With half of that, 7 times as many pass; a
+    table with one bit per hash took 16 MB, and every seventh passed.
     """
 
     def __init__(self, hashes: Hashes) -> None:
@@ -218,7 +168,7 @@ class _Filter:
         np.bitwise_or.at(self._table, *self._places(hashes))
 
     def passing(self, hashes: Hashes) -> Ints:
-        """Which of the hashes may be known."""
+        """Indices of the hashes that may be known."""
         places, patterns = self._places(hashes)
         found = self._table.take(places, mode="clip")
         found &= patterns
@@ -229,55 +179,51 @@ class _Filter:
         return (hashes >> self._shift).view(np.int64), patterns
 
 
+class _Item(NamedTuple):
+    """An item that is long enough to be found."""
+
+    benchmark: str
+    number: int
+    words: bytes  # joined by spaces
+    size: int  # how many words
+
+
 class Index:
     """The n-grams of benchmarks, to be looked for in documents. Items are (benchmark, text), in order."""
 
-    def __init__(
-        self, items: Iterable[tuple[str, str]], *, ngram: int = 13, shortest: int = 8, threshold: float = 0.0
-    ) -> None:
-        require(ngram >= 1, f"decontaminate.ngram is {ngram}; use 1 or more")
-        require(1 <= shortest <= ngram, f"decontaminate.shortest is {shortest}; use 1 to {ngram} (decontaminate.ngram)")
-        require(0 <= threshold <= 1, f"decontaminate.threshold is {threshold}; use 0 to 1")
-        self.benchmarks: dict[str, BenchmarkInfo] = {}
-        self._threshold = threshold
-        self._ngram = ngram
-        self._items = self._read(items, shortest)
+    def __init__(self, items: Iterable[tuple[str, str]], limits: DecontaminateConfig = DEFAULT) -> None:
+        self._threshold, self._ngram = limits.threshold, limits.ngram
+        texts: dict[str, list[list[bytes]]] = {}
+        for benchmark, text in items:
+            texts.setdefault(benchmark, []).append(split_words(text))
+        self._items = [
+            _Item(benchmark, number, b" ".join(words), len(words))
+            for benchmark, own in texts.items()
+            for number, words in enumerate(own)
+            if len(words) >= limits.shortest
+        ]
+        indexed = Counter(item.benchmark for item in self._items)
+        self.benchmarks = {
+            name: BenchmarkInfo(len(own), indexed[name], len(own) - indexed[name]) for name, own in texts.items()
+        }
         self._distinct: dict[int, int] = {}  # n-grams of an item, counted when it is first found
         if self._items:
             self._build()
 
     def hits(self, text: str) -> list[Hit]:
         """The items that contaminate a document, in order; nearly always none."""
-        if not self._items:
-            return []
         found: dict[int, list[bytes]] = {}  # distinct n-grams of an item, in the order of the document
         seen: set[bytes] = set()
-        for words in _pieces(text, int(self._lengths[-1]) - 1):
-            for gram, hash_ in self._proposals(words):
-                if gram not in seen:
-                    seen.add(gram)
-                    for item in self._grams.owners(gram, hash_):
-                        found.setdefault(item, []).append(gram)
+        for gram, hash_ in self._proposals(text) if self._items else ():
+            if gram not in seen:
+                seen.add(gram)
+                for item in self._owners(gram, hash_):
+                    found.setdefault(item, []).append(gram)
         hits = [self._hit(item, found[item]) for item in sorted(found)]
         return [hit for hit in hits if hit.share >= self._threshold]
 
-    def _read(self, items: Iterable[tuple[str, str]], shortest: int) -> list[_Item]:
-        """The items that can be indexed, benchmark by benchmark; the others are counted."""
-        benchmarks: dict[str, list[list[bytes]]] = {}
-        for benchmark, text in items:
-            benchmarks.setdefault(benchmark, []).append(_split(text))
-        kept: list[_Item] = []
-        for benchmark, texts in benchmarks.items():
-            before = len(kept)
-            for number, words in enumerate(texts):
-                if len(words) >= shortest:
-                    kept.append(_Item(benchmark, number, b" ".join(words), len(words)))
-            indexed = len(kept) - before
-            self.benchmarks[benchmark] = BenchmarkInfo(len(texts), indexed, len(texts) - indexed)
-        return kept
-
     def _build(self) -> None:
-        """Hash the n-grams of all items.
+        """Hash the n-grams of all items, one that an item repeats as often, and sort them by their hashes.
 
         A document is asked first where an n-gram may begin: one question for all lengths, about as many words as the
         shortest has, rounded down to a power of two so that doubling hashes them.
@@ -298,26 +244,33 @@ class Index:
             hashes += np.where(step < length, words.hashes.take(first + step, mode="clip") * power, np.uint64(0))
         self._filter = _Filter(_hash_windows(words.hashes, self._beginning, self._powers)[first])
         order = np.argsort(hashes)
-        begin, end = words.starts[first], words.ends[first + length - 1]
-        self._grams = _Grams(hashes[order], item[order], begin[order], end[order], words.data)
+        self._text, self._hashes, self._item = words.data, hashes[order], item[order]
+        self._begin, self._end = words.starts[first][order], words.ends[first + length - 1][order]
 
-    def _proposals(self, words: _Words) -> Iterator[tuple[bytes, np.uint64]]:
+    def _proposals(self, text: str) -> Iterator[tuple[bytes, np.uint64]]:
         """The n-grams of a text whose hash is known, with it, in order."""
-        beginnings = _hash_windows(words.hashes, self._beginning, self._powers)
-        at = self._filter.passing(beginnings)
-        if not len(at):
-            return
-        parts = words.hashes.take(at[:, None] + np.arange(len(self._powers)), mode="clip") * self._powers
-        hashes = parts.cumsum(axis=1)[:, self._lengths - 1].ravel()  # (places, lengths)
-        for where in self._grams.known(hashes).tolist():
-            place, which = divmod(where, len(self._lengths))
-            first, length = int(at[place]), int(self._lengths[which])
-            if first + length <= len(words.starts):
-                yield words.joined(first, length), hashes[where]
+        for words in _pieces(text, int(self._lengths[-1]) - 1):
+            at = self._filter.passing(_hash_windows(words.hashes, self._beginning, self._powers))
+            if not len(at):
+                continue
+            parts = words.hashes.take(at[:, None] + np.arange(len(self._powers)), mode="clip") * self._powers
+            hashes = parts.cumsum(axis=1)[:, self._lengths - 1].ravel()  # (places, lengths)
+            known = self._hashes.take(self._hashes.searchsorted(hashes), mode="clip") == hashes
+            for where in np.flatnonzero(known).tolist():
+                place, which = divmod(where, len(self._lengths))
+                first, length = int(at[place]), int(self._lengths[which])
+                if first + length <= len(words.starts):
+                    yield words.joined(first, length), hashes[where]
+
+    def _owners(self, gram: bytes, hash_: np.uint64) -> set[int]:
+        """The items that have this n-gram, compared word by word."""
+        here = slice(self._hashes.searchsorted(hash_), self._hashes.searchsorted(hash_, "right"))
+        places = zip(self._item[here].tolist(), self._begin[here].tolist(), self._end[here].tolist(), strict=True)
+        return {item for item, begin, end in places if self._text[begin:end] == gram}
 
     def _hit(self, item: int, found: list[bytes]) -> Hit:
         """An item and the distinct n-grams of it that were found."""
         benchmark, number, words, size = self._items[item]
         if item not in self._distinct:
-            self._distinct[item] = len(set(_plain_grams(words.split(), min(size, self._ngram))))
+            self._distinct[item] = len(set(ngrams(words.split(), min(size, self._ngram))))
         return Hit(benchmark, number, found[0].decode("ascii"), len(found) / self._distinct[item])

@@ -1,9 +1,9 @@
-"""Where texts come from: files of many kinds, Hugging Face datasets, the embedded generators, all as one stream.
+"""Where texts come from: files of many kinds, Hugging Face datasets and generators, all as one stream of records.
 
 A source is a sequence of records, always in the same order. `read` gives one part of it: record i belongs to part
-i mod parts, or, where there are files enough, file i does. Parts are independent of each other, so that any number of
+i mod parts, or, where there are enough files, file i does. Parts are independent of each other, so that any number of
 processes or machines can share a source. What cannot be read is yielded as `Broken`, with its place and the reason:
-nothing is lost without a word.
+nothing is lost silently.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import itertools
 import json
 import random
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.data.config import DocumentsConfig, MadeKind, PrepareFile
+from freda.data.config import DocumentsConfig, GeneratorConfig, PrepareFile
 from freda.data.files import File, find, open_file, told_if_cut_short
-from freda.data.generators import GENERATORS, made
-from freda.errors import FredaError
+from freda.data.generators import GENERATORS
+from freda.errors import FredaError, missing_package
 
+MOST_ID = np.iinfo(np.int32).max  # larger ids, which no tokenizer has, become this one and are refused
+PATIENCE = 10_000  # records looked at to find a few texts: with a wrong field there is none in a terabyte
 LONGEST_LINE = 1 << 28  # bytes; a file without line breaks must not fill the memory
 
 
@@ -41,10 +43,10 @@ class Document(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """A record that is no document."""
+    """A record that cannot be used as a document."""
 
     where: str
-    reason: str  # few words, the same for all records of this kind
+    reason: str  # a few words, the same for all such records
     detail: str = ""
 
 
@@ -52,49 +54,59 @@ Record = Document | Broken
 Pending = Callable[[], Record]  # a record not yet parsed: what belongs to other parts never is
 
 
-def read(
-    config: DocumentsConfig,
-    root: Path,
-    settings: PrepareFile,
-    *,
-    part: int = 0,
-    parts: int = 1,
-    seed: int | None = None,
-) -> Iterator[Record]:
-    """The records of one part. Relative paths start from `root`; the sections of `settings` say what generators make.
+class Source(NamedTuple):
+    """A section of the prepare file, with what it needs to be read."""
 
-    With a `seed` files come in a random order, so that the beginning of a folder is a sample of it. Records keep their
-    order within a file.
+    config: DocumentsConfig
+    root: Path = Path()  # where relative paths start
+    generator: GeneratorConfig | None = None  # settings of the generator, for kinds that are generated
+
+    def files(self) -> list[File]:
+        """The files it consists of; none for datasets of the Hub and generated documents."""
+        return [] if self.config.kind in ("huggingface", *GENERATORS) else find(self.config, self.root)
+
+
+def sources_of(file: PrepareFile, tables: Mapping[str, DocumentsConfig], root: Path) -> dict[str, Source]:
+    """The `[source.NAME]` or `[benchmark.NAME]` tables of a prepare file, ready to be read."""
+    settings = {kind: getattr(file, generator.section) for kind, generator in GENERATORS.items()}
+    return {name: Source(table, root, settings.get(table.kind)) for name, table in tables.items()}
+
+
+def read(source: Source, *, part: int = 0, parts: int = 1, seed: int | None = None) -> Iterator[Record]:
+    """The records of one part.
+
+    With a `seed` files come in a random order, so that the beginning of a folder is a sample of it. Records keep
+    their order within a file.
     """
+    config = source.config
     if config.kind == "huggingface":
         return _hugging_face(config, part, parts)
     if config.kind in GENERATORS:
-        return _made(config.kind, settings, part, parts)
-    files = find(config, root)
+        return _generated(source, part, parts)
+    files = source.files()
     if seed is not None and not files[0].member:  # an archive is read from front to end: going back unpacks it again
         random.Random(seed).shuffle(files)
-    if len(files) >= parts:
-        pending: Iterable[Pending] = itertools.chain.from_iterable(_records(f, config) for f in files[part::parts])
-    else:
-        whole = itertools.chain.from_iterable(_records(f, config) for f in files)
-        pending = itertools.islice(whole, part, None, parts)
-    return (parse() for parse in pending)
+    chosen = files[part::parts] if len(files) >= parts else files
+    pending = itertools.chain.from_iterable(READERS[config.kind](file, config) for file in chosen)
+    return (parse() for parse in (pending if len(files) >= parts else itertools.islice(pending, part, None, parts)))
+
+
+def first_texts(
+    sources: Sequence[Source], most: int, characters: int, *, seed: int | None = None, held_out: bool = True
+) -> Iterator[str]:
+    """Texts of all sources in turn until there are `most` of them, or `characters` in all; few if most are unusable."""
+    streams = [itertools.islice(read(source, seed=seed), PATIENCE) for source in sources]
+    records = itertools.chain.from_iterable(itertools.zip_longest(*streams))
+    documents = (record for record in records if isinstance(record, Document) and is_unicode(record.text))
+    texts = (one.text for one in documents if one.text.strip() and (held_out or one.split != "validation"))
+    for text in itertools.islice(texts, most):
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return
 
 
 # -- one file as records ---------------------------------------------------------------------------------------------
-
-
-def _records(file: File, config: DocumentsConfig) -> Iterator[Pending]:
-    """The records of one file, in order, not yet parsed."""
-    readers = {
-        "jsonl": _json_lines,
-        "table": _table,
-        "parquet": _parquet,
-        "text": _whole_file,
-        "code": _whole_file,
-        "datatrove": _datatrove,
-    }
-    return readers[config.kind](file, config)
 
 
 def _json_lines(file: File, config: DocumentsConfig) -> Iterator[Pending]:
@@ -123,7 +135,7 @@ def _json_lines(file: File, config: DocumentsConfig) -> Iterator[Pending]:
 
 
 def _lines(file: File) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of all lines; of one that is too long only its beginning."""
+    """(number, line) of all lines; a line that is too long is cut off."""
     with told_if_cut_short(file), open_file(file) as stream:
         number = 0
         while line := stream.readline(LONGEST_LINE + 1):
@@ -134,7 +146,7 @@ def _lines(file: File) -> Iterator[tuple[int, bytes]]:
 
 
 def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
-    """CSV or TSV. A field that is a number means a column of a table without header."""
+    """Rows of CSV or TSV. A field that is a number means a column of a table without header."""
     select = Field(config.field)
     headed = not all(name.isdigit() for name in select.names)
     tabs = ".tsv" in file.name
@@ -155,12 +167,11 @@ def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
         rows = csv.reader(text, **options)
         header = next(rows, None) if headed else None
         try:
-            for row in rows:
-                if row:
-                    yield functools.partial(parse, rows.line_num, header, row)
+            for row in filter(None, rows):
+                yield functools.partial(parse, rows.line_num, header, row)
         except csv.Error as error:
             raise FredaError(
-                f"{file}:{rows.line_num} is no line of a table ({error}); mend it or leave it out"
+                f"{file}:{rows.line_num} is not a line of a table ({error}); fix it or exclude the file"
             ) from None
 
 
@@ -168,7 +179,7 @@ def _parquet(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise FredaError(f"{file} needs the package pyarrow; pip install 'freda[data]'") from None
+        raise missing_package("pyarrow", "data") from None
     select = Field(config.field)
     try:
         table = parquet.ParquetFile(file.path)
@@ -180,11 +191,11 @@ def _parquet(file: File, config: DocumentsConfig) -> Iterator[Pending]:
                 number += 1
                 yield functools.partial(select, f"{file}:{number}", values)
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
-        raise FredaError(f"{file} is no readable Parquet file ({error}); get it again") from None
+        raise FredaError(f"{file} is not a readable Parquet file ({error}); get it again") from None
 
 
 def rows_of(file: File) -> int:
-    """Rows of a Parquet file, from its end."""
+    """Rows of a Parquet file, according to its footer."""
     import pyarrow.parquet as parquet
 
     return int(parquet.ParquetFile(file.path).metadata.num_rows)
@@ -208,13 +219,13 @@ def _whole_file(file: File, config: DocumentsConfig) -> Iterator[Pending]:
 
 
 def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
-    """Token files of datatrove: ids in `.ds`, ends of documents in `.ds.index`, bytes per id in `.ds.metadata`."""
+    """Token files of datatrove: ids in `.ds`, document ends in `.ds.index`, the width of an id in `.ds.metadata`."""
     index, metadata = (file.path.with_name(file.path.name + suffix) for suffix in (".index", ".metadata"))
     if not index.is_file():
         raise FredaError(f"{file} has no {index.name} beside it; copy both")
     width = 4
     if metadata.is_file():
-        first = metadata.read_text(encoding="utf-8").split("\n")[0]
+        first = metadata.read_text(encoding="utf-8", errors="replace").split("\n")[0]
         width = int(first.rpartition("|")[2]) if first.rpartition("|")[2] in ("2", "4") else 4
     if file.path.stat().st_size % width:
         raise FredaError(f"{file} has {file.path.stat().st_size} bytes, no multiple of {width}; copy it again")
@@ -222,28 +233,42 @@ def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     ends = np.fromfile(index, "<u8").astype(np.int64)
     if len(ends) and ends[-1] != len(ids):
         raise FredaError(f"{file} has {len(ids)} tokens, its index ends at {ends[-1]}; copy both again")
+    if (np.diff(ends, prepend=0) <= 0).any():
+        raise FredaError(f"the ends of documents in {index} do not increase; copy both again")
 
     def parse(number: int) -> Record:
         begin = int(ends[number - 1]) if number else 0
-        own = ids[begin : int(ends[number])].astype(np.int32)
+        own = (
+            ids[begin : int(ends[number])].clip(max=np.iinfo(np.int32).max).astype(np.int32)
+        )  # too large for any table
         return Document(f"{file}:{number + 1}", "", own, size=width * len(own))
 
     for number in range(len(ends)):
         yield functools.partial(parse, number)
 
 
-# -- sources that are no files ---------------------------------------------------------------------------------------
+READERS = {
+    "jsonl": _json_lines,
+    "table": _table,
+    "parquet": _parquet,
+    "text": _whole_file,
+    "code": _whole_file,
+    "datatrove": _datatrove,
+}
+
+
+# -- sources without files --------------------------------------------------------------------------------------------
 
 
 def _hugging_face(config: DocumentsConfig, part: int, parts: int) -> Iterator[Record]:
-    """A dataset of the Hugging Face Hub, or a folder that `datasets` can read, streamed.
+    """Stream a dataset of the Hugging Face Hub, or a folder that `datasets` can read.
 
-    Parts share out its files. Where there are more parts than files, those of one file take its examples in turn.
+    Files are distributed over the parts. Where there are more parts than files, parts take turns with the examples.
     """
     try:
         import datasets
     except ImportError:
-        raise FredaError(f"the dataset {config.path} needs the package datasets; pip install 'freda[data]'") from None
+        raise missing_package("datasets", "data") from None
     select = Field(config.field)
     title = "/".join(name for name in (config.path, config.config, config.split) if name)
     try:
@@ -264,7 +289,7 @@ def _hugging_face(config: DocumentsConfig, part: int, parts: int) -> Iterator[Re
 
 
 def newest_commit(dataset: str) -> str:
-    """The commit that a dataset of the Hub is at now."""
+    """The newest commit of a dataset on the Hub."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -274,8 +299,9 @@ def newest_commit(dataset: str) -> str:
         raise FredaError(f"cannot find the dataset {dataset} on the Hub ({error}); set its revision, or path") from None
 
 
-def _made(kind: MadeKind, settings: PrepareFile, part: int, parts: int) -> Iterator[Document]:
-    for split, number, text in made(kind, settings, part, parts):
+def _generated(source: Source, part: int, parts: int) -> Iterator[Document]:
+    kind = source.config.kind
+    for split, number, text in GENERATORS[kind].documents(source.generator, part, parts):
         yield Document(f"{kind} {number} of {split}", text, split=split)
 
 
@@ -289,21 +315,21 @@ def is_unicode(text: str) -> bool:
 
 
 class Field:
-    """Takes the text out of a record: one field, or a template of several; `a.b` looks inside."""
+    """Extracts the text of a record: one field, or a template of several; `a.b` is a field inside a field."""
 
     def __init__(self, field: str) -> None:
         template = field if "{" in field else f"{{{field}}}"
         try:
             pieces = list(string.Formatter().parse(template))
         except ValueError as error:
-            raise FredaError(f"field is {field!r}, which is no template ({error}); write {{name}}") from None
+            raise FredaError(f"field is {field!r}, which is not a template ({error}); write {{name}}") from None
         if any(name == "" or spec or conversion for _, name, spec, conversion in pieces):
             raise FredaError(f"field is {field!r}, but a template takes plain {{name}}s only")
         self._pieces = [(literal, name) for literal, name, _, _ in pieces]
         self.names = [name for _, name in self._pieces if name]
 
     def __call__(self, where: str, values: Mapping[str, Any]) -> Record:
-        """The document in `values`, or what is missing."""
+        """The document in `values`, or a `Broken` that says what is missing."""
         text = []
         for literal, name in self._pieces:
             text.append(literal)
@@ -315,6 +341,6 @@ class Field:
                     return Broken(where, f"no field {name}", f"it has {', '.join(map(str, values))}")
                 parts = value if isinstance(value, list | tuple) else [value]
                 if not all(isinstance(part, str | int | float) for part in parts):
-                    return Broken(where, f"field {name} is no text", f"it is {str(value)[:60]}")
+                    return Broken(where, f"field {name} is not text", f"it is {str(value)[:60]}")
                 text.append("\n".join(map(str, parts)))
         return Document(where, "".join(text))

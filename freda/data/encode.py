@@ -1,17 +1,16 @@
 """Text to ids at corpus speed: `tiktoken` where it gives the same ids.
 
-`Tokenizer.encode` is the definition of the right ids. `tiktoken`, given the same vocabulary and split pattern, gives
-them nine times faster (measured with Qwen3's tokenizer on one core), but it knows less: no added tokens, no
-normalization, and no list of merges, because it merges any two neighbours whose bytes are a token, lowest id first.
-So a tokenizer is read (`_recipe`), its merges are checked to mean the same under both rules (`_check_merges`), and
-both libraries encode a list of difficult texts, every script among them. Whatever fails leaves the library
-`tokenizers` in charge and says why.
-
-Single texts take the definition as well, wherever they need what tiktoken does not know: see `Encoder.quick`.
+`Tokenizer.encode` defines the right ids. `tiktoken`, given the same vocabulary and split pattern, gives them nine times
+faster (measured with Qwen3's tokenizer on one core), but it knows less: no added tokens, no normalization, and no list
+of merges, because it merges any two neighbours whose bytes are a token, lowest id first. So a tokenizer is read
+(`_recipe`), its merges are checked to mean the same under both rules (`_check_merges`), and both libraries encode a
+list of difficult texts with characters of every script. If anything fails, the library `tokenizers` stays in charge,
+and the encoder says why. Single texts that need what tiktoken does not know are left to `Tokenizer.encode` as well.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import unicodedata
@@ -24,10 +23,9 @@ import tokenizers
 from numpy.typing import NDArray
 
 from freda.data.tokenizer import BLANK_TEXT, BYTES, Tokenizer
-from freda.errors import FredaError, missing_package
+from freda.errors import missing_package
 
-LIBRARIES = ("auto", "tiktoken", "tokenizers")
-
+NFC = tokenizers.normalizers.NFC()
 # What ByteLevel(use_regex=True) splits by, from the library's source.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -51,7 +49,7 @@ DIFFICULT_TEXTS = (
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What tiktoken needs of a tokenizer, and what is done for it."""
+    """What tiktoken needs of a tokenizer, and what the encoder must do beside it."""
 
     pattern: str
     ranks: dict[bytes, int]
@@ -66,8 +64,8 @@ class _UnfitError(Exception):
 class Encoder:
     """Text to ids. `library` is the one in use; `reason` says why it is not tiktoken, and is empty where it is.
 
-    `tiktoken` is its encoding for measurements, or None: alone it is wrong for the texts that `quick` leaves out.
-    It can be sent to worker processes: they build it again from `tokenizer.json`, without the checks.
+    `tiktoken` is its encoding for measurements, or None: alone it is wrong for the texts that `quick` skips. Worker
+    processes that get a pickled encoder build it again from `tokenizer.json`, without the checks.
     """
 
     def __init__(self, tokenizer: Tokenizer, recipe: _Recipe | None, reason: str) -> None:
@@ -77,7 +75,6 @@ class Encoder:
         self._tokenizer = tokenizer
         self._recipe = recipe
         self.tiktoken: Any = None if recipe is None else _encoding(recipe, tokenizer.blank_id)
-        self._normalizer = tokenizers.normalizers.NFC()
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Exactly the ids of `Tokenizer.encode`, and exactly its errors."""
@@ -85,11 +82,10 @@ class Encoder:
         return np.array(self._tokenizer.encode(text), dtype=np.int32) if ids is None else ids
 
     def quick(self, text: str) -> NDArray[np.int32] | None:
-        """The ids by tiktoken, or None for a text that is left to the definition.
+        """The ids by tiktoken, or None for a text that only `Tokenizer.encode` can handle.
 
-        That is a text with the text of an added token (BLANK's is an error there), with lone surrogates (an error as
-        well), or with a million spaces in a row, for which the stack of tiktoken's regex engine is too small. All
-        texts are, where tiktoken is not in use.
+        Such a text contains an added token (BLANK is an error there), lone surrogates (an error too), or a million
+        spaces in a row, for which the stack of tiktoken's regex engine is too small. Without tiktoken it is any text.
         """
         if self._recipe is None or self._recipe.added.search(text):
             return None
@@ -97,7 +93,7 @@ class Encoder:
             # The library's own NFC, 40 MB/s, for the few texts that change: its tables are those of Unicode 9, and
             # Python 3.11 orders 98 marks that are younger. What Python calls normal is normal to both.
             if self._recipe.nfc and not unicodedata.is_normalized("NFC", text):
-                text = self._normalizer.normalize_str(text)
+                text = NFC.normalize_str(text)
                 if self._recipe.added.search(text):
                     return None
             # Not encode_ordinary, which makes a list (4.2 against 4.7 million tokens a second) and panics where its
@@ -111,31 +107,24 @@ class Encoder:
         return _restore, (self._tokenizer.json_text, self._tokenizer.settings, self.library, self.reason)
 
 
-def make_encoder(tokenizer: Tokenizer, sample: Iterable[str] = (), *, library: str = "auto") -> Encoder:
+def make_encoder(tokenizer: Tokenizer, sample: Iterable[str] = ()) -> Encoder:
     """The fastest encoder with the ids of `tokenizer.encode`.
 
-    `library` is "auto", "tokenizers" or "tiktoken". tiktoken is used where it can be built and gives the very same ids
-    on a list of difficult texts and on `sample`; to force it where it does not is an error that says why.
+    tiktoken is used where it can be built and gives the very same ids on a list of difficult texts and on `sample`.
     """
-    if library not in LIBRARIES:
-        raise FredaError(f"there is no encoder library {library!r}; use one of {', '.join(LIBRARIES)}")
-    if library == "tokenizers":
-        return Encoder(tokenizer, None, "the library tokenizers was asked for")
     try:
         values = json.loads(tokenizer.json_text)
         encoder = Encoder(tokenizer, _recipe(values), "")
         _check_merges(values["model"])
-        for texts in (DIFFICULT_TEXTS, _every_script(), sample):
-            _compare(encoder, tokenizer, texts)
+        for text in itertools.chain(DIFFICULT_TEXTS, _every_script(), sample):
+            _compare(encoder, tokenizer, text)
     except _UnfitError as error:
-        if library == "tiktoken":
-            raise FredaError(f"tiktoken cannot encode for this tokenizer: {error}; use library 'auto'") from None
         return Encoder(tokenizer, None, str(error))
     return encoder
 
 
 def _restore(json_text: str, settings: Mapping[str, Any], library: str, reason: str) -> Encoder:
-    """An encoder in another process, already checked in the first."""
+    """Rebuild an encoder in another process; the first one has checked it."""
     recipe = _recipe(json.loads(json_text)) if library == "tiktoken" else None
     return Encoder(Tokenizer(json_text, settings), recipe, reason)
 
@@ -144,42 +133,21 @@ def _restore(json_text: str, settings: Mapping[str, Any], library: str, reason: 
 
 
 def _recipe(values: Mapping[str, Any]) -> _Recipe:
-    """tokenizer.json for tiktoken, or why it cannot be."""
+    """What tiktoken needs, read from tokenizer.json; an error says why it cannot stand in."""
     _check_model(values["model"])
     normalizer = values.get("normalizer")
     if normalizer not in (None, {"type": "NFC"}):
         raise _UnfitError(f"its normalizer is {normalizer.get('type')}, not NFC or none")
-    pattern = _pattern(values.get("pre_tokenizer"))
     texts = {token["content"] for token in values.get("added_tokens", ())} | {BLANK_TEXT}
     # An added token with `normalized` is looked for in its normal form.
-    normal = tokenizers.normalizers.NFC().normalize_str
-    forms = {form for text in texts for form in (text, normal(text)) if form}
+    forms = {form for text in texts for form in (text, NFC.normalize_str(text)) if form}
     # One alternation costs 0.7% of the encoding for Qwen's 27 texts, 27 tests with `in` would cost 17%.
     added = re.compile("|".join(map(re.escape, sorted(forms))))
-    return _Recipe(pattern, _ranks(values["model"]), normalizer is not None, added)
-
-
-def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
-    """The split pattern of Split + ByteLevel (Qwen, Llama 3) or of ByteLevel alone (GPT-2)."""
-    pre_tokenizer = pre_tokenizer or {"type": "none"}
-    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-    names = [step["type"] for step in steps]
-    last = steps[-1] if steps else {}
-    if names not in (["Split", "ByteLevel"], ["ByteLevel"]):
-        raise _UnfitError(f"its pre-tokenizer is {' + '.join(names)}, not Split + ByteLevel or ByteLevel")
-    if last.get("add_prefix_space", True):
-        raise _UnfitError("its pre-tokenizer adds a space in front of the text")
-    own_pattern = last.get("use_regex", True)  # older files do not say
-    if len(steps) == 1 and own_pattern:
-        return GPT2_PATTERN
-    pattern = steps[0].get("pattern", {}).get("Regex")
-    if pattern is None or own_pattern or steps[0].get("behavior") != "Isolated" or steps[0].get("invert"):
-        raise _UnfitError("its pre-tokenizer does not split by one regular expression and nothing else")
-    return str(pattern)
+    return _Recipe(_pattern(values.get("pre_tokenizer")), _ranks(values["model"]), normalizer is not None, added)
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
-    """A byte-level BPE without anything else."""
+    """Accept a byte-level BPE and nothing else."""
     kind = model.get("type", "BPE" if "merges" in model else "unknown")  # GPT-2's file does not say
     if kind != "BPE":
         raise _UnfitError(f"its model is {kind}, not BPE")
@@ -193,45 +161,64 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise _UnfitError("two entries of its vocabulary have the same id")
 
 
+def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
+    """The split pattern of Split + ByteLevel (Qwen, Llama 3) or of ByteLevel alone (GPT-2)."""
+    pre_tokenizer = pre_tokenizer or {"type": "none"}
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    names = [step["type"] for step in steps]
+    if names not in (["Split", "ByteLevel"], ["ByteLevel"]):
+        raise _UnfitError(f"its pre-tokenizer is {' + '.join(names)}, not Split + ByteLevel or ByteLevel")
+    first, last = steps[0], steps[-1]
+    if last.get("add_prefix_space", True):
+        raise _UnfitError("its pre-tokenizer adds a space in front of the text")
+    own_pattern = last.get("use_regex", True)  # older files do not say
+    if len(steps) == 1 and own_pattern:
+        return GPT2_PATTERN
+    pattern = first.get("pattern", {}).get("Regex")
+    if pattern is None or own_pattern or first.get("behavior") != "Isolated" or first.get("invert"):
+        raise _UnfitError("its pre-tokenizer does not split by one regular expression and nothing else")
+    return str(pattern)
+
+
 def _byte_characters() -> str:
-    """The characters that GPT-2 and all after it write for the bytes 0 to 255: itself where it can be seen."""
+    """The characters that GPT-2 and its successors write for the bytes 0 to 255: the same one where it is visible."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(BYTES, 2 * BYTES))
     return "".join(chr(byte) if byte in visible else chr(next(others)) for byte in range(BYTES))
 
 
 def _ranks(model: Mapping[str, Any]) -> dict[bytes, int]:
-    """The bytes of each token that text can give, and its id, which is its rank."""
+    """The bytes of every token that a text can contain, with its id, which is its rank."""
     to_latin = str.maketrans({character: chr(byte) for byte, character in enumerate(_byte_characters())})
     return {entry.translate(to_latin).encode("latin-1"): model["vocab"][entry] for entry in _reachable(model)}
 
 
 def _reachable(model: Mapping[str, Any]) -> set[str]:
-    """The bytes, and what merges make of them. With `ignore_merges` any entry can be a piece of text."""
+    """The bytes and everything merges make of them; with `ignore_merges`, any entry of the vocabulary."""
     alphabet = frozenset(_byte_characters())
     entries = model["vocab"] if model.get("ignore_merges") else {left + right for left, right in _merges(model)}
     return {entry for entry in entries if alphabet.issuperset(entry)} | alphabet
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The pairs in order. Older files write a pair as one string; no byte is written as a space."""
+    """The pairs to merge, in order. Older files write a pair as one string; no byte is written as a space."""
     return [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
 
 
-# -- do both mean the same? ------------------------------------------------------------------------------------------
+# -- comparing the libraries -----------------------------------------------------------------------------------------
 
 
 def _check_merges(model: Mapping[str, Any]) -> None:
-    """Are "the first pair of the list" and "the two neighbours whose joint bytes have the lowest id" the same rule?
+    """Check that "merge the first pair of the list" and "merge the neighbours whose bytes have the lowest id" agree.
 
-    They are if the list is in the order of the ids, and no text of a token ends as two tokens. Proof: between two cuts
-    of a longer text, merges follow each other as in that stretch alone. So where two neighbours spell a token, they
-    are the two that its own text comes to, a single pair for each token, and that pair is listed, or it would stay:
-    both rules choose among the same pairs, in the same order. It holds for one pair per token (Qwen, GPT-2, whatever
-    `tokenizers` trains) and for all that spell it (Llama 3).
+    They do if the list is in the order of the ids, and no text of a token ends as two tokens. Proof: between two cuts
+    of a longer text, merges happen in the order they would in that stretch alone. So where two neighbours spell a
+    token, they are the pair that its own text is reduced to, one pair per token, and that pair is in the list, or the
+    text would stay split: both rules choose among the same pairs, in the same order. This holds for lists with one pair
+    per token (Qwen, GPT-2, whatever `tokenizers` trains) and with all pairs that spell it (Llama 3).
 
-    tiktoken takes a piece of text that is a token at once. `ignore_merges` says the same, and then 588 tokens of
-    Llama 3 exist only that way, their merges leaving three parts or more. Otherwise, merges must make each token.
+    tiktoken looks up a whole piece of text first. `ignore_merges` does the same; 588 tokens of Llama 3 exist only that
+    way, their merges leaving three parts or more. Without `ignore_merges`, merges must make every token.
     """
     highest = -1
     for left, right in _merges(model):
@@ -247,7 +234,7 @@ def _check_merges(model: Mapping[str, Any]) -> None:
 
 
 def _encoding(recipe: _Recipe, blank_id: int) -> Any:
-    """The tiktoken encoding."""
+    """Build the tiktoken encoding."""
     try:
         import tiktoken
     except ImportError:
@@ -260,16 +247,16 @@ def _encoding(recipe: _Recipe, blank_id: int) -> Any:
         raise _UnfitError(f"tiktoken cannot read its split pattern: {' '.join(str(error).split())}") from None
 
 
-def _compare(encoder: Encoder, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-    """Both libraries on some texts. Those that are left to the definition need no check."""
-    for text in texts:
-        ids = encoder.quick(text)
-        if ids is not None and ids.tolist() != tokenizer.encode(text):
-            raise _UnfitError(f"it gives other ids than the library tokenizers for the text {_shortened(text)}")
+def _compare(encoder: Encoder, tokenizer: Tokenizer, text: str) -> None:
+    """Encode a text with both libraries; one that is left to the tokenizer anyway needs no check."""
+    ids = encoder.quick(text)
+    if ids is not None and ids.tolist() != tokenizer.encode(text):
+        shown = repr(text if len(text) <= 60 else text[:60] + "…")
+        raise _UnfitError(f"it gives other ids than the library tokenizers for the text {shown}")
 
 
 def _every_script() -> Iterator[str]:
-    """Each character below U+10000 behind a letter, a digit and spaces; of CJK, Hangul and private use a few.
+    """Each character below U+10000 after a letter, a digit and spaces; only some of CJK, Hangul and private use.
 
     Two regex libraries may have the tables of two versions of Unicode. 0.35 MB in all, with every 16th character of the
     next plane: that takes 0.3 s, and all of them would take 1.5 s.
@@ -279,7 +266,3 @@ def _every_script() -> Iterator[str]:
     characters = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]
     for start in range(0, len(characters), 512):
         yield "".join(f"a{character}1{character}  {character}.\n" for character in characters[start : start + 512])
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:60] + "…")

@@ -1,6 +1,6 @@
-"""Files of a source: found in folders and archives, opened whatever they are packed with.
+"""Files of a source: found in folders and archives, and decompressed as they are read.
 
-A file that ends early or is damaged is refused by name; a folder that cannot be read, too.
+A file that ends early or is damaged is refused by name, and so is a folder that cannot be read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from freda.data.config import DocumentsConfig
-from freda.errors import FredaError
+from freda.errors import FredaError, missing_package
 
 SUFFIXES = {  # what a folder or archive is searched for, before .gz and the like
     "jsonl": (".jsonl", ".ndjson"),
@@ -47,7 +47,7 @@ class File(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name that tells the format: the member's, or its own."""
+        """The name that shows the format: that of the member, or of the file itself."""
         return self.member or self.path.name
 
     def __str__(self) -> str:
@@ -72,16 +72,17 @@ def find(config: DocumentsConfig, root: Path) -> list[File]:
 
 
 def _walk(base: Path) -> Iterator[Path]:
-    """All files of a folder; hidden ones, caches and installed packages are not meant, and not looked into."""
+    """All files of a folder except hidden ones, caches and installed packages."""
 
     def refuse(error: OSError) -> None:
-        raise FredaError(f"cannot look into {error.filename}: {error.strerror}; let it be read, or move it away")
+        raise FredaError(f"cannot read the folder {error.filename}: {error.strerror}; fix that, or move it away")
 
     seen = set[str]()
     for folder, names, files in os.walk(base, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
         names[:] = [] if real in seen else [name for name in names if not _hidden(name)]  # a link may lead back
-        yield from (Path(folder, name) for name in files if real not in seen and not _hidden(name))
+        paths = (Path(folder, name) for name in files if real not in seen and not _hidden(name))
+        yield from (path for path in paths if path.is_file() or not path.exists())  # no pipes or devices
         seen.add(real)
 
 
@@ -90,7 +91,7 @@ def _hidden(name: str) -> bool:
 
 
 def _wanted(name: str, config: DocumentsConfig) -> bool:
-    """By the pattern of the config, or by the suffix of the kind."""
+    """Whether a file matches the pattern of the config or, without one, a suffix of its kind."""
     if config.files:
         return fnmatch.fnmatch(name, config.files)
     for suffix in COMPRESSED:
@@ -109,22 +110,23 @@ def _members(archive: Path, config: DocumentsConfig) -> list[File]:
 
 @contextlib.contextmanager
 def told_if_cut_short(file: object) -> Iterator[None]:
-    """A file that ends early or is damaged cannot be counted record by record: it is refused."""
+    """Refuse a file that ends early or is damaged: its records cannot be counted."""
     try:
         yield
     except (*CUT_SHORT, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # bz2 says it with a plain OSError
+        if isinstance(error, OSError) and error.errno is not None:  # bz2 raises a plain OSError
             raise
-        raise FredaError(
-            f"{file} is cut short or damaged ({error}); get it again, or leave it out with files"
-        ) from None
+        raise FredaError(f"{file} is cut short or damaged ({error}); get it again, or exclude it with files") from None
 
 
 @contextlib.contextmanager
 def open_file(file: File) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked."""
+    """The decompressed bytes of a file."""
     archive = _archive(file.path) if file.member else None
-    opened = archive.extractfile(archive.getmembers()[file.number]) if archive else open(file.path, "rb")  # noqa: SIM115
+    try:
+        opened = archive.extractfile(archive.getmembers()[file.number]) if archive else file.path.open("rb")
+    except (KeyError, RecursionError):
+        raise FredaError(f"{file} is a link to nothing; remove it from the archive, or exclude it with files") from None
     assert opened is not None, "only plain members are listed"
     with opened as stream, _unpacked(stream, file.name) as unpacked:
         yield unpacked
@@ -137,23 +139,21 @@ def _archive(path: Path) -> tarfile.TarFile:
 
 
 def _unpacked(stream: IO[bytes], name: str) -> Any:
-    if name.endswith(".gz"):
-        return gzip.open(stream)
-    if name.endswith(".xz"):
-        return lzma.open(stream)
-    if name.endswith(".bz2"):
-        return bz2.open(stream)
-    if name.endswith(".zst"):
-        try:
-            import zstandard
-        except ImportError:
-            raise FredaError(f"{name} needs the package zstandard; pip install 'freda[data]'") from None
-        return io.BufferedReader(_Chunks(_zstd_chunks(stream, zstandard)))
-    return contextlib.nullcontext(stream)
+    """The decompressed bytes of a stream, as a context."""
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstd}
+    return openers.get(Path(name).suffix, contextlib.nullcontext)(stream)
+
+
+def _zstd(stream: IO[bytes]) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise missing_package("zstandard", "data") from None
+    return io.BufferedReader(_Chunks(_zstd_chunks(stream, zstandard)))
 
 
 def _zstd_chunks(stream: IO[bytes], zstandard: Any) -> Iterator[bytes]:
-    """The unpacked bytes of all frames. The package's own reader takes a file that was cut off for its end."""
+    """The decompressed bytes of all frames. The package's own reader does not notice that a file is truncated."""
     frame = None
     try:
         while chunk := stream.read(1 << 20):
@@ -169,17 +169,17 @@ def _zstd_chunks(stream: IO[bytes], zstandard: Any) -> Iterator[bytes]:
 
 
 class _Chunks(io.RawIOBase):
-    """A stream of what an iterator yields."""
+    """A stream of the bytes that an iterator yields."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks, self._left = chunks, memoryview(b"")
 
     def readable(self) -> bool:
-        """It is for reading."""
+        """Always true: the stream is for reading only."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer, or as much of it as there is."""
+        """Fill the buffer as far as the next chunk goes."""
         while not self._left:
             chunk = next(self._chunks, None)
             if chunk is None:

@@ -3,7 +3,7 @@
 Rows are numbered through all epochs: row g is row `order[g % rows]` of the packing, where `order` is the permutation of
 epoch g // rows, drawn from (seed, epoch). A run that asks for rows by number needs no loader state to resume, and
 many processes that each ask for their own numbers (`rank_rows`) see what one process would have seen. A `Prefetcher`
-asks for the rows of the coming steps in a thread; what they are does not depend on it.
+reads the rows of the coming steps in a thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from freda.data.pack import plan
 from freda.data.shards import Documents, Manifest
 from freda.errors import FredaError
 
-if TYPE_CHECKING:  # training reads ids only: it need not wait for the tokenizer's library
+if TYPE_CHECKING:  # training only reads ids: it need not import the tokenizer library
     from freda.data.tokenizer import Tokenizer
 
 Ints = NDArray[np.signedinteger[Any]]
@@ -42,20 +42,14 @@ class Batch(NamedTuple):
     one_document: bool = False  # every row is one document from its first place on; kept on the host, for the masks
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """`function` of every tensor."""
-        tokens, document, position, fill, one_document = self
-        return Batch(function(tokens), function(document), function(position), function(fill), one_document)
+        """The batch with `function` applied to every tensor."""
+        return Batch._make([*map(function, self[:4]), self.one_document])
 
     @staticmethod
     def cat(batches: Sequence[Batch]) -> Batch:
-        """The rows of all of them."""
-        return Batch(
-            tokens=torch.cat([batch.tokens for batch in batches]),
-            document=torch.cat([batch.document for batch in batches]),
-            position=torch.cat([batch.position for batch in batches]),
-            fill=torch.cat([batch.fill for batch in batches]),
-            one_document=all(batch.one_document for batch in batches),
-        )
+        """One batch with the rows of several."""
+        columns = zip(*(batch[:4] for batch in batches), strict=True)
+        return Batch._make([*map(torch.cat, columns), all(batch.one_document for batch in batches)])
 
 
 class Loader:
@@ -72,7 +66,9 @@ class Loader:
         self._kept_order: tuple[int, Ints] | None = None
         self.rows = self._plan.rows
         if self.rows == 0:
-            raise FredaError(f"the {split} split of {folder} holds no document; prepare it with at least one")
+            key = "prepare.validation_share (of a generator: validation_problems, validation_documents)"
+            advice = f"raise {key}" if split == "validation" else "look at its sources"
+            raise FredaError(f"the {split} split of {folder} holds no document; {advice} and freda prepare --replace")
 
     @property
     def fullness(self) -> float:
@@ -90,16 +86,11 @@ class Loader:
             epoch, place = divmod(first_row + offset, self.rows)
             number = int(self._order(epoch)[place])
             self._read_row(number, tokens[offset], document[offset], position[offset], fill[offset])
-        return Batch(
-            tokens=torch.from_numpy(tokens),
-            document=torch.from_numpy(document),
-            position=torch.from_numpy(position),
-            fill=torch.from_numpy(fill),
-            one_document=bool((document <= 0).all()),
-        )
+        arrays, one_document = (tokens, document, position, fill), bool((document <= 0).all())
+        return Batch._make([*map(torch.from_numpy, arrays), one_document])
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """A model must read the ids as the tokenizer of the shards wrote them."""
+        """Refuse a model whose tokenizer is not the one that the shards were written with."""
         ours, theirs = self.manifest.tokenizer, tokenizer.fingerprint
         if ours != theirs:
             raise FredaError(
@@ -163,7 +154,7 @@ def rank_rows(batch_rows: int, group_rows: int, *, rank: int, world: int) -> lis
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
-    """For a GPU, the batch in memory that it can copy from while the program goes on. `device` has its number."""
+    """The batch in pinned memory, from which a GPU (`device`, with its index) copies while the program continues."""
     if device.type != "cuda":
         return batch
     with torch.cuda.device(device):  # a new thread is on GPU 0, and pinning there would open a context on it
@@ -200,7 +191,7 @@ class Prefetcher:
         self._ready.clear()
 
     def take(self, step: int) -> list[Batch]:
-        """The batches of the next step, when they are ready."""
+        """Wait for the batches of the next step."""
         with self._changed:
             if step != self._next or step not in self._steps:
                 raise ValueError(f"asked for step {step}, next is {self._next} of {self._steps}")
@@ -211,18 +202,22 @@ class Prefetcher:
             self._changed.notify_all()
             return self._ready.popleft()
 
+    def _room(self) -> bool:
+        """Wait until another step may be built; False once the context is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ready) < self._ahead or not self._open)
+            return self._open
+
     def _work(self) -> None:
         try:
             for step in self._steps:
-                with self._changed:
-                    self._changed.wait_for(lambda: len(self._ready) < self._ahead or not self._open)
-                    if not self._open:
-                        return
+                if not self._room():
+                    return
                 batches = self._build(step)
                 with self._changed:
                     self._ready.append(batches)
                     self._changed.notify_all()
-        except BaseException as error:  # the loop's to handle, with the thread's traceback
+        except BaseException as error:  # for the training loop to handle, with the traceback of this thread
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

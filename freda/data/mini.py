@@ -1,9 +1,9 @@
-"""The mini suite: mathematics, code and logic of adjustable difficulty, without end and without a download.
+"""The mini suite: mathematics, code and logic of adjustable difficulty, in any amount and without a download.
 
-What an item is about (its content: a calculation, a function, a little world) and how it is told are drawn apart. A
-content belongs to one split for ever, by a hash of its key, so that no training document has the content of a test
-question, in no wording. Item n of a split is a function of (kind, split, seed, n) alone: parts of the stream cost
-nothing to leave out.
+What an item is about (its content: a calculation, a function, a little world) and how it is worded are drawn
+separately. A content always belongs to the same split, by a hash of its key, so that no training document has the
+content of a test question in any wording. Item n of a split is a function of (kind, split, seed, n) alone: any part of
+the stream can be skipped at no cost.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ MiniKind = Literal["mini_math", "mini_code", "mini_logic"]
 
 
 class Contents(Protocol):
-    """The names of a kind's module. A content has a `key`: two that mean the same have the same."""
+    """The functions of a kind's module. A content has a `key`; contents that mean the same have the same key."""
 
     def draw(self, rng: random.Random, config: MiniConfig) -> Any:
-        """A content of any split."""
+        """Draw a content of any split."""
 
     def told(self, content: Any, rng: random.Random, config: MiniConfig) -> Item:
-        """The content in words, with its solution."""
+        """Put the content into words, with its solution."""
 
 
 KINDS: dict[MiniKind, Contents] = {"mini_math": mini_math, "mini_code": mini_code, "mini_logic": mini_logic}
 
 
 def item(kind: MiniKind, config: MiniConfig, split: Split, number: int) -> Item:
-    """One item of a split."""
-    rng = random.Random(f"{kind} {split} {config.seed} {number}")  # of a string: the same in every process
+    """Item `number` of a split."""
+    rng = random.Random(f"{kind} {split} {config.seed} {number}")  # seeded by a string: the same in every process
     for _ in range(PATIENCE):
         content = KINDS[kind].draw(rng, config)
         if split_of(content.key) != split:
@@ -53,7 +53,7 @@ def item(kind: MiniKind, config: MiniConfig, split: Split, number: int) -> Item:
 
 
 def documents(kind: MiniKind, config: MiniConfig, part: int, parts: int) -> Iterator[tuple[Split, int, str]]:
-    """One part of the corpus: split, number and text. What is held out comes first: a budget of tokens may end it."""
+    """One part of the corpus: split, number and text. Held-out ones come first, before a token budget ends it."""
     held_out = config.validation_documents
     for place in range(part, held_out + config.documents, parts):
         split: Split = "validation" if place < held_out else "train"
@@ -62,7 +62,7 @@ def documents(kind: MiniKind, config: MiniConfig, part: int, parts: int) -> Iter
 
 
 def questions(kind: MiniKind, config: MiniConfig, split: Split, count: int) -> list[Item]:
-    """The first items of a split with a content of their own: a question that is asked twice measures nothing."""
+    """The first items of a split with distinct contents: a question that is asked twice measures nothing."""
     found: dict[str, Item] = {}
     repeats = number = 0
     while len(found) < count:
@@ -101,7 +101,7 @@ def prompt_of(message: str) -> tuple[str, tuple[str, ...]]:
     """Turn a typed message into the beginning of a training document, and name the strings that end its answer.
 
     A message is a word problem unless it has the form of a function, a deduction or a question with options. Documents
-    of deductions go on with further conclusions, so there the answer ends with its sentence.
+    of deductions continue with further conclusions, so there the answer ends with its sentence.
     """
     text = message.strip()
     stop = (".",) if text.startswith((mini_logic.WALK, mini_logic.FACTS)) else ()

@@ -1,9 +1,9 @@
 """Small Python functions from a sentence: a few transformations of a list of numbers or of a text, and what to return.
 
-The sentence determines the program, line by line; a step may be shown by an example instead (`code_shown`). The content
-is what the function does, not how it is said or composed: its key is a hash of what it returns for all `PROBES`, so two
-programs that do the same are in the same split. The probes are the tests as well: a program passes if and only if it
-has the key.
+The sentence determines the program line by line; a step may be shown by an example instead (`code_shown`). The content
+is what the function does, not how it is worded or composed: its key is a hash of what it returns for all `PROBES`, so
+two programs that do the same are in the same split. The probes are also the tests: a program passes if and only if it
+has that key.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PROBES: dict[str, tuple[Any, ...]] = {
         *("The end of a long day in June", "level noon deed was"),
     ),
 }
-LEAST_OUTPUTS = 5  # different results that a function has for its probes, or it is too dull to ask for
-SHOWN = 40  # different inputs by which steps are shown
-JUDGING = 6  # probes, the last and richest ones, that must show what a step is for
+LEAST_OUTPUTS = 5  # distinct results that a function must have for its probes to be worth asking for
+SHOWN = 40  # inputs from which examples of a step are chosen
+JUDGING = 6  # probes, the last and richest ones, on which every step must make a difference
 NAMES = ("solve", "task", "change", "compute", "apply", "work", "process", "convert", "make", "answer")
 ARGUMENTS = {"numbers": ("xs", "numbers", "values", "nums", "data"), "text": ("s", "text", "line", "sentence")}
 LETTERS = tuple("aeinorst")
@@ -159,19 +159,19 @@ OPENINGS = {
 
 
 class Used(NamedTuple):
-    """An operation with its constants, and what it does."""
+    """An operation with its constants, and the function it computes."""
 
     operation: Operation
     constants: dict[str, str]
     function: Callable[[Any], Any]
 
     def line(self, variable: str) -> str:
-        """The expression."""
+        """The expression of this step as source code."""
         return self.operation.expression.format(v=variable, **self.constants)
 
 
 class Function(NamedTuple):
-    """What to do in turn, the last one being what is returned."""
+    """The steps of a function; the last one is the expression it returns."""
 
     family: State
     steps: tuple[Used, ...]
@@ -179,14 +179,16 @@ class Function(NamedTuple):
 
 
 def _uses(operation: Operation) -> list[Used]:
-    """The operation with all of its constants."""
+    """The operation with every choice of its constants."""
     names = [name for name in CONSTANTS if f"{{{name}}}" in operation.expression]
     found = []
     for values in itertools.product(*(CONSTANTS[name] for name in names)):
         if len(set(values)) == len(values):
             constants = dict(zip(names, values, strict=True))
             expression = operation.expression.format(v="v", **constants)
-            found.append(Used(operation, constants, eval(f"lambda v: {expression}")))  # of the tables above only
+            found.append(
+                Used(operation, constants, eval(f"lambda v: {expression}"))
+            )  # only expressions of the tables above
     return found
 
 
@@ -197,7 +199,7 @@ STEPS, ENDS = (
 
 
 def _telling(state: State) -> list[tuple[Any, list[str]]]:
-    """Short inputs, each with those results (as text) that one step alone gives: they show which step it is."""
+    """Short inputs, each with the results (as text) that only one step gives: such a result identifies the step."""
     rng, uses = random.Random(f"shown {state}"), list(itertools.chain.from_iterable(STEPS[state]))
     found = []
     for _ in range(SHOWN):
@@ -213,7 +215,7 @@ TELLING = {state: _telling(state) for state in (N, T, W)}
 
 
 def draw(rng: random.Random, config: MiniConfig) -> Function:
-    """A function that is worth asking for."""
+    """Draw a function that is worth asking for."""
     count, found = between(rng, config.code_steps_from, config.code_steps_to), None
     while found is None:
         found = _drawn(rng, count)
@@ -221,7 +223,7 @@ def draw(rng: random.Random, config: MiniConfig) -> Function:
 
 
 def _drawn(rng: random.Random, count: int) -> Function | None:
-    """A function of so many steps and a return, if every step matters and the results differ enough."""
+    """Draw a function with `count` steps; None unless every step matters and the results differ enough."""
     state = family = pick(rng, FAMILIES)
     steps = list[Used]()
     for _ in range(count):
@@ -239,7 +241,7 @@ def _drawn(rng: random.Random, count: int) -> Function | None:
 
 
 def _matters(place: int, steps: list[Used], known: Sequence[tuple[Any, Any]]) -> bool:
-    """Does the function do something else without this step, for one of these inputs with known outputs?"""
+    """Whether leaving out this step changes the result for one of these inputs with known outputs."""
     operation = steps[place].operation
     if operation.takes != operation.makes:
         return True
@@ -254,20 +256,20 @@ def _result(steps: Sequence[Used], value: Any) -> Any:
 
 
 def told(content: Function, rng: random.Random, config: MiniConfig) -> Item:
-    """The function's head with its docstring, and its body."""
+    """Write the head of the function with its docstring, and its body as the solution."""
     name, variable = pick(rng, NAMES), pick(rng, ARGUMENTS[content.family])
     *steps, last = content.steps
     shown = between(rng, 0, len(steps) - 1) if rng.random() < config.code_shown else -1
     sentence = pick(rng, OPENINGS[content.family]).format(v=variable) + _sentence(content, rng, shown)
     body = [f"\n    {variable} = {step.line(variable)}" for step in steps] + [f"\n    return {last.line(variable)}\n"]
-    # The line end belongs to the body: with the indentation behind it it is one token, which a prompt must not cut.
+    # The line end belongs to the body: with the indentation after it, it is one token, which a prompt must not cut.
     head = f'def {name}({variable}):\n    """{sentence}"""'
     solution = "".join(body)
     return Item(head, solution, solution, content.key, len(steps), content.family, name)
 
 
 def _sentence(content: Function, rng: random.Random, shown: int) -> str:
-    """All steps in words, but the one that is to be `shown` if an example tells it from all others."""
+    """All steps in words; step `shown` by an example, if the example identifies it."""
     start, following, end = pick(rng, FRAMES)
     *steps, returned = [pick(rng, used.operation.phrases).format(**used.constants) for used in content.steps]
     if shown >= 0:
@@ -287,7 +289,7 @@ def _capital(text: str) -> str:
 
 
 def result(program: str, name: str, given: Any) -> Any:
-    """What one of our own programs returns: for building tests, never for what a model wrote."""
+    """What a generated program returns. It is executed without a sandbox: never pass what a model wrote."""
     space: dict[str, Any] = {}
     exec(program, space)
     return space[name](given)

@@ -1,20 +1,20 @@
-"""Deductions with four answers, A to D: things inside of things, people with people, things that change places, walks.
+"""Deductions with four answers, A to D: things inside of things, people with people, things that swap places, walks.
 
-The letters are the places of the story, and the answer is a sentence that ends in one, to be chosen by likelihood. What
-is meant to make that learnable for a small model (LOG.md): there is no list of options in which a letter has to be
-looked up; facts are two words long, and the answer repeats those of the fact that it follows from; in training
-documents further conclusions from the same facts come behind it; and most of them are lessons, worlds of fewer things,
-down to one, with letters as they come and conclusions that repeat. Where one letter is more frequent, looking at
-letters pays, and where there are few things, looking for the right one does, before either is done well.
+The letters are the places of the story. The answer is a sentence that ends in a letter, chosen by likelihood. Several
+things make this learnable for a small model (LOG.md): there is no list of options in which a letter has to be looked
+up; facts are two words long, and the answer repeats the words of the fact that it follows from; training documents
+continue with further conclusions from the same facts; and most of them are lessons, worlds of fewer things, down to
+one, with letters drawn freely and conclusions that repeat. Where one letter is more frequent, attending to letters
+pays off early, and where there are few things, so does looking for the right one.
 
-In the worlds of tests every letter ends as many chains, or the most frequent one would be a good guess, and holds two
-things or people at least, or a conclusion could be told from the letters that are left. The content is the little world
-that is told: whatever is asked about it, in whatever order its facts come, a world is in one split.
+In the worlds of tests every letter ends equally many chains, or the most frequent one would be a good guess, and holds
+at least two things or people, or a conclusion could be guessed from the letters that are left. The content is the
+world: whatever is asked about it, and in whatever order its facts come, a world is in one split.
 
-A walk goes around four places in a circle and says now and then where it is. Nothing has to be looked up but the last
-place said; what is hard is to put the moves since then together, in one forward. Most of them are lessons too, with one
-move more frequent than others, and more often alone: with all as frequent, neither the last place nor the last move
-says anything about the next place, but both together do, and even single moves were not learned (LOG.md).
+A walk goes around a circle of four places and says now and then where it is. Only the last place mentioned has to be
+looked up; the hard part is to combine the moves since then in one forward. Most walks are lessons too, in which one
+move is more frequent than the others and often stands alone: if all moves are equally frequent, neither the last place
+nor the last move alone says anything about the next place, and not even single moves were learned (LOG.md).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ T = TypeVar("T")
 LETTERS = ("A", "B", "C", "D")
 FACTS = "Facts:"
 WALK = "Walk from"  # around a circle: A, B, C, D and A again
-CHAINS, SHORT_CHAINS = 4, 8  # of several things or people, of one; lessons have fewer
-LESSONS = 0.7  # share of worlds and of walks
+CHAINS, SHORT_CHAINS = 4, 8  # chains in a world: of several things or people each, of one each; lessons have fewer
+LESSONS = 0.7  # share of worlds and of walks that are lessons
 NAMES = tuple(person.name for person in PEOPLE)
-LEVELS = (  # each of them is inside of one of the next, the last ones in places
+LEVELS = (  # each thing is inside one of the next level, those of the last level in places
     ("coin", "key", "ring", "pen", "card", "stamp", "shell", "bead", "ticket", "button", "nut", "stone"),
     ("cup", "jar", "mug", "tin", "bowl", "vase"),
     ("box", "bag", "sack", "case", "basket", "bucket"),
@@ -49,13 +49,13 @@ LEVELS = (  # each of them is inside of one of the next, the last ones in places
 FAMILIES = ("inside", "with", "swap", *["walk"] * 3)  # things, people, things whose places swap; half are walks
 MOVES = ("left", "right", "across")  # by 1, 3 and 2 places around the circle
 SHIFTS = (1, 3, 2)
-MOVES_A_HOP = 4  # at most: a move is easier than a look-up
-FAVOURED, SINGLE = 0.8, 0.5  # of the moves of a lesson are the same; of its rounds are one move
-STOPS = (5, 8)  # of a walk, fewest and most, the one that is asked for included
+MOVES_A_HOP = 4  # most moves per hop: a move is easier than a look-up
+FAVOURED, SINGLE = 0.8, 0.5  # in a lesson: share of moves that are the same, share of rounds of one move
+STOPS = (5, 8)  # rounds of a walk, fewest and most, with the one that is asked for
 
 
 class World(NamedTuple):
-    """What is true: chains of things or people with the letter each ends in, and for `swap` which places swap."""
+    """A little world: chains of things or people with the letter each ends in, and for `swap` which places swap."""
 
     family: str
     hops: int
@@ -65,7 +65,7 @@ class World(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The world, however it is told: chains in any order, swaps that share nothing too."""
+        """The world regardless of the order of its chains, and of swaps that share no place."""
         family = "inside" if self.family == "swap" and not self.swaps else self.family
         chains = sorted(" ".join((*chain, LETTERS[letter])) for chain, letter in self.ends)
         pairs = _in_normal_order([(min(pair), max(pair)) for pair in self.swaps])
@@ -73,17 +73,17 @@ class World(NamedTuple):
 
     @property
     def lesson(self) -> bool:
-        """Fewer chains than a test has, or some letter more often than another?"""
+        """Whether it has fewer chains than a world of a test, or some letter more often than another."""
         return sorted(self.letters) != sorted(_evenly(SHORT_CHAINS if len(self.chains[0]) == 1 else CHAINS))
 
     @property
     def ends(self) -> list[tuple[tuple[str, ...], int]]:
-        """Every chain with its letter."""
+        """Pairs of a chain and its letter."""
         return list(zip(self.chains, self.letters, strict=True))
 
 
 class Walk(NamedTuple):
-    """A first place, and the moves between the places that are said; the last of those is asked for."""
+    """A first place, and the moves between the places that are mentioned; the last place is asked for."""
 
     start: int
     rounds: tuple[tuple[int, ...], ...]
@@ -91,7 +91,7 @@ class Walk(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it begins and all its moves, whatever is said on the way."""
+        """The start and all moves, whatever places are mentioned on the way."""
         return f"walk {LETTERS[self.start]} {' '.join(MOVES[move] for moves in self.rounds for move in moves)}"
 
     @property
@@ -103,12 +103,12 @@ class Walk(NamedTuple):
 
 
 def _evenly(count: int) -> list[int]:
-    """So many letters, each as often."""
+    """`count` letters, each equally often."""
     return [place % len(LETTERS) for place in range(count)]
 
 
 def _in_normal_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Swaps next to each other that share nothing may come in either order: the smaller first."""
+    """Order neighbouring swaps that share no place, the smaller first: they may come in either order."""
     ordered, changed = list(pairs), True
     while changed:
         changed = False
@@ -121,7 +121,7 @@ def _in_normal_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def draw(rng: random.Random, config: MiniConfig) -> World | Walk:
-    """A world of one of three families, or a walk."""
+    """Draw a world of one of three families, or a walk."""
     family = pick(rng, FAMILIES)
     return _draw_walk(rng, config) if family == "walk" else _draw_world(rng, config, family)
 
@@ -155,7 +155,7 @@ def _draw_world(rng: random.Random, config: MiniConfig, family: str) -> World:
         names = _some(rng, NAMES, count * hops)
         return World(family, hops, tuple(names[first::count] for first in range(count)), letters)
     swaps = list[tuple[int, int]]()
-    while len(swaps) < hops - 1:  # to know where a thing was at first is a hop, too
+    while len(swaps) < hops - 1:  # to look up where a thing was at first is a hop, too
         one, two = _some(rng, range(len(LETTERS)), 2)
         if not swaps or {one, two} != set(swaps[-1]):  # or it would undo the last one
             swaps.append((one, two))
@@ -168,8 +168,10 @@ def told(content: World | Walk, rng: random.Random, config: MiniConfig) -> Item:
 
 
 def _told_walk(walk: Walk) -> Item:
-    """The first place; then moves, and where they lead. Before a letter come three words that are always the same, as
-    before the letter of any question with options: a block of four that has the letter has no move before it."""
+    """Tell the first place, then moves and where they lead.
+
+    Three constant words stand before a letter, so that a block of four tokens with the letter contains no move.
+    """
     rounds = [" ".join(MOVES[move] for move in moves) for moves in walk.rounds]
     *said, answer = walk.places
     known = [f"{moves}, now at {place}." for moves, place in zip(rounds, said, strict=False)]
@@ -178,8 +180,8 @@ def _told_walk(walk: Walk) -> Item:
 
 
 def _told_world(content: World, rng: random.Random, config: MiniConfig) -> Item:
-    """Facts, a question over all the world's hops and its answer; then what else follows."""
-    facts, conclusions = list[str](), list[tuple[str, str]]()  # about one thing or person, and the letter
+    """Tell the facts, a question over all hops of the world and its answer, then further conclusions."""
+    facts, conclusions = list[str](), list[tuple[str, str]]()  # a conclusion is a thing or person, and its letter
     for chain, place in content.ends:
         facts.extend(f" {one} {two}." for one, two in itertools.pairwise((*chain, LETTERS[place])))
         end = place
@@ -190,8 +192,8 @@ def _told_world(content: World, rng: random.Random, config: MiniConfig) -> Item:
     first = len(content.chains[0]) * between(rng, 0, len(content.chains) - 1)  # of a chain: all its hops
     one, letter = conclusions[first]
     story = "".join([FACTS, *_some(rng, facts, len(facts)), *swaps])
-    prompt = f"{story} Where is {one}?\nAnswer: {one}"  # letters in a question would be looked at too
-    if content.lesson:  # said again and again: what was said a moment ago is the easiest to look up
+    prompt = f"{story} Where is {one}?\nAnswer: {one}"  # letters in a question would attract attention too
+    if content.lesson:  # repeated: what was said a moment ago is the easiest to look up
         more = tuple(pick(rng, tuple(conclusions)) for _ in range(config.logic_conclusions - 1))
     else:
         conclusions.pop(first)
@@ -201,6 +203,6 @@ def _told_world(content: World, rng: random.Random, config: MiniConfig) -> Item:
 
 
 def _some(rng: random.Random, options: Sequence[T], count: int) -> tuple[T, ...]:
-    """Different ones, in random order."""
+    """`count` distinct options in random order."""
     left = list(options)
     return tuple(left.pop(between(rng, 0, len(left) - 1)) for _ in range(count))

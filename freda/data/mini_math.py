@@ -1,8 +1,8 @@
-"""Word problems of several steps, all four operations, told about one person or comparing several.
+"""Word problems of several steps with all four operations, about one person or comparing several.
 
 The question determines every token of the solution, one equation after the other. The content is the calculation:
-summands in another order are the same one, or 12 + 5 in training would give away 5 + 12 in the test. What a story says
-beside (`math_distractors`) is no part of it.
+summands in another order are the same calculation, or 12 + 5 in training would give away 5 + 12 in the test.
+Irrelevant sentences of a story (`math_distractors`) are not part of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ COMPARED = 0.3  # share of problems that compare people
 Change = Literal["add", "take", "parcels", "times", "share"]
 CHANGES: tuple[Change, ...] = ("add", "add", "take", "take", "parcels", "times", "share")
 COMPARISONS: tuple[Change, ...] = ("add", "take", "times")
+SIGNS: dict[Change, str] = {"add": "+", "take": "-", "times": "*", "share": "/"}
 
 PEOPLE = (
     *FIRST_PEOPLE,
@@ -105,27 +106,21 @@ class Step(NamedTuple):
     size: int = 0
 
     def applied(self, total: int) -> int:
-        """The total after it."""
-        results = {
-            "add": total + self.number,
-            "take": total - self.number,
-            "parcels": total + self.number * self.size,
-            "times": total * self.number,
-            "share": total // self.number,
-        }
-        return results[self.change]
+        """The total after this step."""
+        if self.change in ("add", "take", "parcels"):
+            return total + self.number * {"add": 1, "take": -1, "parcels": self.size}[self.change]
+        return total * self.number if self.change == "times" else total // self.number
 
     def worked(self, total: int) -> str:
-        """Its equations."""
-        sign = {"add": "+", "take": "-", "parcels": "+", "times": "*", "share": "/"}[self.change]
+        """The equations of this step."""
         if self.change == "parcels":
             parcels = self.number * self.size
             return f"{self.number} * {self.size} = {parcels}. {total} + {parcels} = {self.applied(total)}."
-        return f"{total} {sign} {self.number} = {self.applied(total)}."
+        return f"{total} {SIGNS[self.change]} {self.number} = {self.applied(total)}."
 
 
 class Calculation(NamedTuple):
-    """A start and what happens to it; `together` adds the start to the last total in the end."""
+    """A start and the steps that change it; `together` adds the start to the last total in the end."""
 
     start: int
     steps: tuple[Step, ...]
@@ -133,9 +128,9 @@ class Calculation(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The calculation, regardless of the order of summands, of factors, and of the sides of a parcel."""
+        """The calculation regardless of the order of summands and factors, and of number and size of parcels."""
         runs: list[list[str]] = [[f"+{self.start}"]]
-        scales = False  # is the last run one of factors?
+        scales = False  # whether the last run is one of factors
         for step in self.steps:
             if (step.change in ("times", "share")) != scales:
                 scales = not scales
@@ -143,13 +138,12 @@ class Calculation(NamedTuple):
             if step.change == "parcels":
                 runs[-1].append("+{}x{}".format(*sorted((step.number, step.size))))
             else:
-                sign = {"add": "+", "take": "-", "times": "*", "share": "/"}[step.change]
-                runs[-1].append(f"{sign}{step.number}")
+                runs[-1].append(f"{SIGNS[step.change]}{step.number}")
         return " ".join("".join(sorted(run)) for run in runs) + (" together" if self.together else "")
 
 
 def draw(rng: random.Random, config: MiniConfig) -> Calculation:
-    """A calculation whose totals are all in 2..math_max_number."""
+    """Draw a calculation whose totals are all in 2..math_max_number."""
     steps = between(rng, config.math_steps_from, config.math_steps_to)
     together = steps > 1 and rng.random() < COMPARED
     most = config.math_max_number // 2 if together else config.math_max_number
@@ -165,7 +159,7 @@ def draw(rng: random.Random, config: MiniConfig) -> Calculation:
 
 
 def _step(rng: random.Random, change: Change, total: int, most: int, most_times: int) -> Step | None:
-    """A change of that kind which keeps the total in range, if this total has one."""
+    """Draw a change of this kind that keeps the total in range; None if the drawn one does not."""
     room = most - total
     if change == "add":
         return Step(change, between(rng, LEAST, room)) if room >= LEAST else None
@@ -180,7 +174,7 @@ def _step(rng: random.Random, change: Change, total: int, most: int, most_times:
 
 
 def told(content: Calculation, rng: random.Random, config: MiniConfig) -> Item:
-    """The calculation as a story, with its solution."""
+    """Tell the calculation as a story, with its solution."""
     question = _compared(content, rng, config) if content.together else _lived(content, rng, config)
     solution, total = [], content.start
     for step in content.steps:
@@ -196,7 +190,7 @@ def told(content: Calculation, rng: random.Random, config: MiniConfig) -> Item:
 
 
 def _lived(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
-    """What one person lives through."""
+    """A story about one person whose total changes."""
     person, other = _people(rng, 2)
     while other.she == person.she:  # or "she" might be either
         person, other = _people(rng, 2)
@@ -208,7 +202,7 @@ def _lived(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
 
 
 def _compared(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
-    """Every person has more or less than the one before."""
+    """A comparison: every person has more or less than the one before."""
     people = _people(rng, len(content.steps) + 1)
     words = _words(rng, people[0], people[-1])
     sentences = [pick(rng, OPENINGS).format(n=content.start, **words)]
@@ -219,7 +213,7 @@ def _compared(content: Calculation, rng: random.Random, config: MiniConfig) -> s
 
 
 def _with_beside(sentences: list[str], words: dict[str, str], rng: random.Random, config: MiniConfig) -> list[str]:
-    """The sentences, now and then with one among them that has nothing to do with the question."""
+    """The sentences, sometimes with an irrelevant one among them."""
     if rng.random() >= config.math_distractors:
         return sentences
     place = between(rng, 1, len(sentences))
@@ -228,23 +222,15 @@ def _with_beside(sentences: list[str], words: dict[str, str], rng: random.Random
 
 
 def _people(rng: random.Random, count: int) -> list[Person]:
-    found = list[Person]()
+    """Draw distinct people."""
+    found: dict[Person, None] = {}
     while len(found) < count:
-        person = pick(rng, PEOPLE)
-        if person not in found:
-            found.append(person)
-    return found
+        found[pick(rng, PEOPLE)] = None
+    return list(found)
 
 
 def _words(rng: random.Random, person: Person, other: Person) -> dict[str, str]:
     things, others = pick(rng, THINGS), pick(rng, THINGS)
     while others == things:
         others = pick(rng, THINGS)
-    return {
-        "name": person.name,
-        "she": person.she,
-        "She": person.she.capitalize(),
-        "other": other.name,
-        "things": things,
-        "others": others,
-    }
+    return {**person.words, "other": other.name, "things": things, "others": others}

@@ -1,4 +1,4 @@
-"""Packing: whole documents into rows of equal length, with as little left empty as can be.
+"""Packing: whole documents into rows of equal length, with as little space left empty as possible.
 
 A document that fits in a row is never cut; a longer one is cut into full rows and a rest. The pieces then go into rows
 longest first: each row takes the longest piece that is left and fills the remaining space exactly where some of the
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """How many rows the plan has."""
         return len(self.row_starts) - 1
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
@@ -60,7 +60,7 @@ def plan(lengths: ArrayLike, seq_len: int, align: int) -> Plan:
 
 
 def check_seq_len(seq_len: int, align: int) -> None:
-    """Rows must hold whole blocks."""
+    """Refuse rows that would not hold whole blocks."""
     if seq_len < 1 or seq_len % align:
         below = seq_len // align * align
         advice = f"{below} or {below + align}" if below > 0 else f"{align}"

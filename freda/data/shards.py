@@ -4,7 +4,7 @@ A folder of shards holds
 
     train-NAME.bin  the ids of documents, one after the other, little-endian int32; as many shards as there were tasks
     train-NAME.idx  where each document ends in it, counted in tokens, little-endian int64
-    validation-...  the same for what is held out
+    validation-...  the documents that are held out, in such files
     manifest.json   where the texts came from, counts, hashes, what was dropped and why, how to read the ids
 
 A stored document ends in EOS and is filled with EOS to a multiple of `align`, so that blocks of any size that divides
@@ -17,18 +17,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freda.errors import FredaError
-from freda.files import write_whole
+from freda.files import beside, write_whole
 
 ShardSplit = Literal["train", "validation"]
 SPLITS: tuple[ShardSplit, ...] = ("train", "validation")
@@ -37,11 +35,6 @@ MANIFEST = "manifest.json"
 ID = np.dtype("<i4")
 OFFSET = np.dtype("<i8")
 START_ANEW = "delete the folder and run freda prepare again"
-
-
-def part_name(name: str) -> str:
-    """What a file is called until it is complete."""
-    return f"{name}.part"
 
 
 # -- the manifest ----------------------------------------------------------------------------------------------------
@@ -59,7 +52,7 @@ class ShardInfo:
     sha256_idx: str
 
     def is_there(self, folder: Path) -> bool:
-        """Are both files there, in their sizes?"""
+        """Whether both files exist in `folder` with the right sizes."""
         sizes = {".bin": self.tokens * ID.itemsize, ".idx": self.documents * OFFSET.itemsize}
         paths = {folder / f"{self.name}{suffix}": size for suffix, size in sizes.items()}
         return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
@@ -75,7 +68,7 @@ class SplitInfo:
 
     @classmethod
     def of(cls, shards: Sequence[ShardInfo]) -> SplitInfo:
-        """The split that these shards make."""
+        """The split that consists of these shards."""
         return cls(sum(shard.documents for shard in shards), sum(shard.tokens for shard in shards), list(shards))
 
 
@@ -89,8 +82,8 @@ class Manifest:
     blank_id: int
     tokenizer: str  # fingerprint of the tokenizer that made the ids
     splits: dict[str, SplitInfo]
-    dropped: dict[str, dict[str, int]] = field(default_factory=dict)  # documents left out: {source: {reason: count}}
-    examples: list[dict[str, str]] = field(default_factory=list)  # of what was left out: source, where, reason, detail
+    dropped: dict[str, dict[str, int]] = field(default_factory=dict)  # documents omitted: {source: {reason: count}}
+    examples: list[dict[str, str]] = field(default_factory=list)  # of omitted documents: source, where, reason, detail
     contamination: dict[str, Any] = field(default_factory=dict)  # {benchmark: {items, indexed, ..., by source}}
     version: int = FORMAT_VERSION
 
@@ -114,8 +107,10 @@ class Manifest:
                     split: SplitInfo(**{**info, "shards": [ShardInfo(**shard) for shard in info["shards"]]})
                     for split, info in values["splits"].items()
                 }
+                if type(values["align"]) is not int or values["align"] < 1:
+                    raise ValueError(f"align is {values['align']!r}")
                 return cls(**{**values, "splits": splits})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FredaError(f"{path} is damaged ({error}); {START_ANEW}") from None
         raise FredaError(f"{path} has format version {version}, this freda reads {FORMAT_VERSION}; {START_ANEW}")
 
@@ -132,7 +127,7 @@ def generator_settings(folder: Path, section: str, version: int) -> dict[str, An
 
 
 def shard_lines(manifest: Manifest) -> list[str]:
-    """What a manifest says: tokens of every split and source, what was dropped and why, what was kept out."""
+    """A summary of a manifest: tokens of every split and source, what was dropped and why, what was kept out."""
     lines = []
     for name, split in manifest.splits.items():
         lines.append(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
@@ -157,9 +152,8 @@ class ShardWriter:
     """Writes one shard, document by document. Use it as a context manager; the files appear when it closes well."""
 
     def __init__(self, folder: Path, name: str, *, eos_id: int, align: int) -> None:
-        self._folder = folder
         self._name = name
-        self._names = (f"{name}.bin", f"{name}.idx")
+        self._paths = (folder / f"{name}.bin", folder / f"{name}.idx")
         self._eos_id = eos_id
         self._align = align
         self.documents = 0
@@ -168,18 +162,15 @@ class ShardWriter:
         self._sha256_idx = hashlib.sha256()
 
     def __enter__(self) -> ShardWriter:
-        parts = [self._folder / part_name(name) for name in self._names]
-        self._bin, self._idx = (open(part, "wb") for part in parts)  # noqa: SIM115 -- closed by __exit__
+        self._bin, self._idx = (beside(path).open("wb") for path in self._paths)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bin.close()
         self._idx.close()
         if kind is None:
-            for name in self._names:
-                os.replace(self._folder / part_name(name), self._folder / name)
+            for path in self._paths:
+                beside(path).replace(path)
 
     def add(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Append a document; EOS and the fill are added here."""
@@ -204,7 +195,7 @@ class ShardWriter:
 
 
 class Documents:
-    """The documents of one split, in the order of its shards, left on disk until they are asked for."""
+    """The documents of one split, in the order of its shards, read from disk lazily."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
         info = manifest.splits.get(split)
@@ -241,14 +232,13 @@ class Documents:
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Read every shard and compare its hashes with the manifest's."""
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            for suffix, expected in ((".bin", shard.sha256), (".idx", shard.sha256_idx)):
-                path = folder / f"{shard.name}{suffix}"
-                with open(path, "rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-                if found != expected:
-                    raise FredaError(f"{path} has changed: its hash is {found[:8]}, not {expected[:8]}; {START_ANEW}")
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    hashes = {f"{shard.name}.bin": shard.sha256 for shard in shards}
+    for name, expected in (hashes | {f"{shard.name}.idx": shard.sha256_idx for shard in shards}).items():
+        with open(folder / name, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected:
+            raise FredaError(f"{folder / name} has changed: its hash is {found[:8]}, not {expected[:8]}; {START_ANEW}")
 
 
 def _memory_map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

@@ -1,11 +1,11 @@
 """Word problems with worked solutions: a corpus that needs no download, and its exact-match grader.
 
-A problem is a chain of additions and subtractions told as a little story. What is computed (`Sum`) and how it is told
-are drawn apart: a sum belongs to one split for ever, by a hash of its key, so a model that answers held-out problems
-has learnt to calculate and not by heart. Sums that differ only in the order of their parts share a key, or 5 + 12 in
-the training split would give away 12 + 5 in the test split.
+A problem is a chain of additions and subtractions told as a little story. What is computed (`Sum`) and how it is worded
+are drawn separately: a sum always belongs to the same split, by a hash of its key, so a model that answers held-out
+problems has learned to calculate, not memorized. Sums that differ only in the order of their parts share a key, or
+5 + 12 in the training split would give away 12 + 5 in the test split.
 
-Unless `varied` is false, a question has several right solutions that differ in wording and in the order of the
+Unless `varied` is false, a question has several correct solutions that differ in wording and in the order of the
 summands. Drafts made in parallel can then mix two of them.
 
 All numbers lie in 2..max_number, results included.
@@ -26,10 +26,10 @@ from freda.errors import FredaError
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
 
+SECTION = "corpus"  # of the prepare file, and of the manifest of shards made from it
 VERSION = 1  # of the texts: the same seed gives the same texts as long as this stays; the order of words counts
-LEAST = 2  # smallest number: "finds 1 more" would want other words
-LEAST_MAX_NUMBER = 2 * LEAST + 1  # from here on, every total can be changed
-PATIENCE = 10_000  # draws without success after which there is nothing (new) to find
+LEAST = 2  # smallest number: "1 shells" would need other words
+PATIENCE = 10_000  # unsuccessful draws in a row after which there is nothing (new) to find
 
 
 class Person(NamedTuple):
@@ -37,6 +37,11 @@ class Person(NamedTuple):
 
     name: str
     she: str
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The fields of a sentence about this person."""
+        return {"name": self.name, "she": self.she, "She": self.she.capitalize()}
 
 
 PEOPLE = (
@@ -81,7 +86,7 @@ WORKED_SUBTRACTIONS = (
     "That leaves {equation}.",
 )
 ANSWER = "The answer is"
-# At most 15 digits, with or without commas between thousands; no decimals, no letters, nothing that goes on.
+# At most 15 digits, with or without commas between thousands; no decimals, and no letters after it.
 WHOLE_NUMBER = re.compile(r"\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}))(?![.,]?\w)")
 
 
@@ -89,7 +94,7 @@ WHOLE_NUMBER = re.compile(r"\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}))(
 
 
 class Sum(NamedTuple):
-    """A start and signed changes; every total on the way is in range."""
+    """A start and signed changes; all totals on the way are in range."""
 
     start: int
     changes: tuple[int, ...]
@@ -103,7 +108,7 @@ class Sum(NamedTuple):
 
     @property
     def carries(self) -> bool:
-        """Does any step carry or borrow from one digit to the next?"""
+        """Whether any step carries or borrows from one digit to the next."""
         total = self.start
         for change in self.changes:
             before, total = total, total + change
@@ -115,7 +120,7 @@ class Sum(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A question, one of its right solutions, and the number that is graded."""
+    """A question, one of its correct solutions, and the number that is graded."""
 
     question: str
     solution: str
@@ -124,71 +129,36 @@ class Problem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """What a model is given."""
+        """The text that a model continues."""
         return f"Q: {self.question}\nA:"
 
     @property
     def document(self) -> str:
-        """What a model is trained on."""
+        """The text that a model is trained on."""
         return f"{self.prompt} {self.solution}"
 
 
+def problems(split: Split, count: int, **settings: Any) -> list[Problem]:
+    """The first problems of a split, given values of `[corpus]`; a smaller count is a prefix of a larger one."""
+    return list(itertools.islice(problems_of(CorpusConfig(**settings), split), count))
+
+
 def problems_of(config: CorpusConfig, split: Split) -> Iterator[Problem]:
-    """The problems of a configured corpus, without end."""
-    return stream(
-        split,
-        steps=config.steps,
-        max_number=config.max_number,
-        seed=config.seed,
-        max_change=config.max_change,
-        carry=config.carry,
-        varied=config.varied,
-    )
-
-
-def problems(split: Split, count: int, **kind: Any) -> list[Problem]:
-    """The first problems of a `stream` of that kind; a smaller count is a prefix of a larger one."""
-    return list(itertools.islice(stream(split, **kind), count))
-
-
-def stream(
-    split: Split,
-    *,
-    steps: int,
-    max_number: int,
-    seed: int,
-    max_change: int = 0,
-    carry: bool = True,
-    varied: bool = True,
-) -> Iterator[Problem]:
     """The problems of a split, without end.
 
-    `max_change` bounds what is added or taken in a step; `carry=False` leaves out sums that carry or borrow;
-    `varied=False` words every solution alike, so that a question
-    determines each token of it.
-
     Held-out questions come once each, as long as there are new ones: a repeated question measures nothing. Training
-    questions may come again, often with another solution, which is how a model learns that there are several.
+    questions may be repeated, often with another solution, which is how a model learns that there are several.
     """
-    _check(steps, max_number)
-    rng = random.Random(f"{split} {seed}")  # of a string: the same in every process, unlike of a tuple
+    rng = random.Random(f"{split} {config.seed}")  # seeded by a string: the same in every process, unlike by a tuple
     asked: set[str] = set()
     repeats = 0
     while True:
-        problem = _word(_draw_sum_of(split, rng, steps, max_number, max_change, carry), rng, varied)
+        problem = _word(_draw_sum(rng, config, split), rng, config.varied)
+        repeats = repeats + 1 if problem.question in asked else 0
+        if split == "train" or not 0 < repeats <= PATIENCE:
+            yield problem
         if split != "train":
-            if problem.question in asked and repeats < PATIENCE:
-                repeats += 1
-                continue
-            repeats = repeats if problem.question in asked else 0
             asked.add(problem.question)
-        yield problem
-
-
-def make_problem(rng: random.Random, *, steps: int, max_number: int) -> Problem:
-    """One problem of any split."""
-    _check(steps, max_number)
-    return _word(_draw_sum(rng, steps, max_number), rng, varied=True)
 
 
 def split_of(key: str) -> Split:
@@ -199,38 +169,28 @@ def split_of(key: str) -> Split:
     return "validation" if bucket == 8 else "test"
 
 
-def _check(steps: int, max_number: int) -> None:
-    if steps < 1:
-        raise FredaError(f"problems cannot have {steps} steps; use 1 or more")
-    if max_number < LEAST_MAX_NUMBER:
-        raise FredaError(f"problems with max_number {max_number} do not exist; use {LEAST_MAX_NUMBER} or more")
-
-
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def _draw_sum_of(split: Split, rng: random.Random, steps: int, max_number: int, max_change: int, carry: bool) -> Sum:
+def _draw_sum(rng: random.Random, config: CorpusConfig, split: Split) -> Sum:
+    """Draw a sum of the split."""
     for _ in range(PATIENCE):
-        drawn = _draw_sum(rng, steps, max_number, max_change)
-        if split_of(drawn.key) == split and (carry or not drawn.carries):
+        start = total = between(rng, LEAST, config.max_number)
+        changes = []
+        for _ in range(config.steps):
+            changes.append(_draw_change(rng, total, config.max_number, config.max_change or config.max_number))
+            total += changes[-1]
+        drawn = Sum(start, tuple(changes))
+        if split_of(drawn.key) == split and (config.carry or not drawn.carries):
             return drawn
     raise FredaError(
-        f"no sum of {steps} steps with numbers up to {max_number} is in the {split} split; use a larger max_number"
+        f"no sum of {config.steps} steps with numbers up to {config.max_number} is in the {split} split; "
+        "use a larger max_number"
     )
 
 
-def _draw_sum(rng: random.Random, steps: int, max_number: int, max_change: int = 0) -> Sum:
-    start = total = between(rng, LEAST, max_number)
-    changes = []
-    for _ in range(steps):
-        change = _draw_change(rng, total, max_number, max_change or max_number)
-        changes.append(change)
-        total += change
-    return Sum(start, tuple(changes))
-
-
 def _draw_change(rng: random.Random, total: int, max_number: int, max_change: int) -> int:
-    """A signed change that keeps the total in range; the sign is a coin toss where both are possible."""
+    """Draw a signed change that keeps the total in range; the sign is a coin toss where both are possible."""
     can_add, can_take = total + LEAST <= max_number, total - LEAST >= LEAST
     heads = rng.random() < 0.5  # tossed in any case: the texts of VERSION 1 depend on it
     if can_add and (heads or not can_take):
@@ -243,12 +203,12 @@ def _digit_sum(number: int) -> int:
 
 
 def between(rng: random.Random, least: int, most: int) -> int:
-    """A whole number, both ends included. Only `random()` is promised to be the same in every version of Python."""
+    """Draw a whole number from a closed range. Only `random()` is the same in every version of Python."""
     return least + int(rng.random() * (most - least + 1))
 
 
 def pick(rng: random.Random, options: Sequence[T]) -> T:
-    """One of these."""
+    """Draw one of the options."""
     return options[between(rng, 0, len(options) - 1)]
 
 
@@ -258,12 +218,7 @@ def pick(rng: random.Random, options: Sequence[T]) -> T:
 def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
     """Tell a sum as a story, and solve it."""
     person = pick(rng, PEOPLE)
-    words = {
-        "name": person.name,
-        "she": person.she,
-        "She": person.she.capitalize(),
-        "things": pick(rng, THINGS),
-    }
+    words = {**person.words, "things": pick(rng, THINGS)}
     question = [pick(rng, OPENINGS).format(n=drawn.start, **words)]
     solution = []
     total = drawn.start
@@ -280,7 +235,7 @@ def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
 
 
 def _equation(total: int, change: int, *, swap: bool) -> str:
-    """One step; summands can be swapped."""
+    """The equation of one step, with its summands swapped if wanted."""
     if change < 0:
         return f"{total} - {-change} = {total + change}"
     left, right = (change, total) if swap else (total, change)
@@ -291,12 +246,12 @@ def _equation(total: int, change: int, *, swap: bool) -> str:
 
 
 def final_answer(text: str) -> int | None:
-    """The whole number behind the last `The answer is`, if there is one."""
+    """The whole number after the last `The answer is`, if there is one."""
     _, found, rest = text.rpartition(ANSWER)
     number = WHOLE_NUMBER.match(rest) if found else None
     return int(number[1].replace(",", "")) if number else None
 
 
 def grade(problem: Problem, text: str) -> bool:
-    """Does the text end in the right answer?"""
+    """Whether the last answer in the text is correct."""
     return final_answer(text) == problem.answer

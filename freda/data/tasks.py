@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.data.config import MADE, DocumentsConfig, PrepareFile, SourceConfig
-from freda.data.decontaminate import Index
-from freda.data.documents import Broken, Document, is_unicode, read
+from freda.data.config import DecontaminateConfig, PrepareConfig, PrepareFile
+from freda.data.decontaminate import Hit, Index
+from freda.data.documents import Broken, Document, Source, first_texts, is_unicode, read, sources_of
 from freda.data.encode import Encoder, make_encoder
-from freda.data.files import find
-from freda.data.generators import described
+from freda.data.generators import GENERATORS
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer
 from freda.errors import FredaError
@@ -34,38 +33,39 @@ from freda.files import write_whole
 
 WORK = ".freda-prepare"  # folder of records and the tokenizer until the manifest is written; nobody else has one
 EXAMPLES = 3  # kept of every reason for which documents are dropped, per task
-PATIENCE = 10_000  # records looked at to find a few texts: with a wrong field there is none in a terabyte
 JUDGED_FROM = 20  # records; fewer say nothing about the share of broken ones
 SAMPLE = (32, 200_000)  # documents and characters of each source on which the encoder is checked
 
 
 class Task(NamedTuple):
-    """A piece of work: go on with a part of a source."""
+    """A piece of work: continue a part of a source."""
 
     source: str
     part: int
-    wave: int  # a source that needs more goes on in waves; all tasks of a wave are independent
+    wave: int  # a source that needs more continues in waves; all tasks of a wave are independent
     epoch: int
     skip: int  # records of the part that earlier waves of this epoch have read
     want: int  # training tokens to write; 0 writes all there is
+    held: float = 0.0  # share of documents to hold out if it is more than prepare.validation_share
 
     @property
     def name(self) -> str:
-        """What its files are called."""
+        """The stem of the files that the task writes."""
         return f"{self.source}-{self.part:05d}" + (f"-{self.wave}" if self.wave else "")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a task did."""
+    """The record of a finished task: what it read, wrote and dropped."""
 
     key: str
     read: int  # records of the part that are used up, earlier waves included
     exhausted: bool  # there are no more
-    shards: dict[str, ShardInfo]  # by split; empty ones are left out
+    shards: dict[str, ShardInfo]  # by split, empty ones omitted
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
     examples: list[dict[str, str]] = field(default_factory=list)
     contaminated: dict[str, dict[str, Any]] = field(default_factory=dict)  # {benchmark: {documents, items}}
+    least_draw: float = 1.0  # any validation_share above this holds out a document
 
     @property
     def tokens(self) -> int:
@@ -90,49 +90,47 @@ class Outcome:
 # -- what a task depends on ------------------------------------------------------------------------------------------
 
 
-def description(config: PrepareFile, root: Path) -> dict[str, Any]:
+def description(file: PrepareFile, root: Path) -> dict[str, Any]:
     """What the shards depend on, apart from the tokenizer: kept in the manifest, it tells corpora apart."""
-    values: dict[str, Any] = {"prepare": dataclasses.asdict(config.prepare)}
+    values: dict[str, Any] = {"prepare": dataclasses.asdict(file.prepare)}
     del values["prepare"]["tokenizer"]  # its fingerprint counts, not where it lies
-    for name, source in config.source.items():
-        values[f"source.{name}"] = {**dataclasses.asdict(source), **_files(source, root)}
-    for name, benchmark in config.benchmark.items():
-        values[f"benchmark.{name}"] = {**dataclasses.asdict(benchmark), **_files(benchmark, root)}
-    if config.benchmark:
-        values["decontaminate"] = dataclasses.asdict(config.decontaminate)
-    return {**values, **described(config)}
+    for section, tables in (("source", file.source), ("benchmark", file.benchmark)):
+        for name, source in sources_of(file, tables, root).items():
+            values[f"{section}.{name}"] = {**dataclasses.asdict(source.config), **_amount(source)}
+    if file.benchmark:
+        values["decontaminate"] = dataclasses.asdict(file.decontaminate)
+    for source in sources_of(file, file.source, root).values():
+        if source.generator is not None:
+            generator = GENERATORS[source.config.kind]
+            values[generator.section] = {"generator": generator.version, **dataclasses.asdict(source.generator)}
+    return values
 
 
-def _files(config: DocumentsConfig, root: Path) -> dict[str, int]:
-    if config.kind == "huggingface" or config.kind in MADE:
-        return {}
-    paths = {file.path for file in find(config, root)}
-    return {"found": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+def _amount(source: Source) -> dict[str, int]:
+    paths = {file.path for file in source.files()}
+    return {"found": len(paths), "bytes": sum(path.stat().st_size for path in paths)} if paths else {}
 
 
-def task_keys(config: PrepareFile, root: Path, tokenizer: Tokenizer) -> Mapping[str, str]:
-    """For every source, the hash of all that its tasks depend on but their place in the work."""
-    whole = description(config, root)
+def task_keys(file: PrepareFile, root: Path, tokenizer: Tokenizer) -> Mapping[str, str]:
+    """For every source, a hash of everything its tasks depend on except their place in the work."""
+    whole = description(file, root)
     vocabulary = [tokenizer.fingerprint, tokenizer.eos_id]
-    kept_out = {name: stamps(benchmark, root) for name, benchmark in config.benchmark.items()}
+    kept_out = {name: stamps(source) for name, source in sources_of(file, file.benchmark, root).items()}
     settings = {key: value for key, value in whole["prepare"].items() if key not in ("tokens", "broken_share")}
     shared = {name: value for name, value in whole.items() if not name.startswith(("source.", "prepare"))}
     keys = {}
-    for name, source in config.source.items():
+    for name, source in sources_of(file, file.source, root).items():
         own = {key: value for key, value in whole[f"source.{name}"].items() if key not in ("share", "epochs")}
-        parts = [FORMAT_VERSION, vocabulary, settings, shared, kept_out, name, own, stamps(source, root)]
+        parts = [FORMAT_VERSION, vocabulary, settings, shared, kept_out, name, own, stamps(source)]
         keys[name] = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return keys
 
 
-def stamps(config: DocumentsConfig, root: Path) -> list[tuple[int, int]]:
-    """Size and time of every file of a source on this machine; of a dataset of the Hub its revision tells."""
-    if config.kind in MADE:
-        return []
-    if config.kind == "huggingface":
-        paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())
-    else:
-        paths = [file.path for file in find(config, root)]
+def stamps(source: Source) -> list[tuple[int, int]]:
+    """Size and time of every file of a source on this machine; a dataset of the Hub is known by its revision."""
+    paths = [file.path for file in source.files()]
+    if source.config.kind == "huggingface":
+        paths = sorted(path for path in Path(source.config.path).rglob("*") if path.is_file())
     return [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
@@ -140,44 +138,48 @@ def stamps(config: DocumentsConfig, root: Path) -> list[tuple[int, int]]:
 
 
 class Tools:
-    """What makes ids of texts: the tokenizer, its fast encoder, and the index of texts to keep out, if any."""
+    """What turns texts into ids: the tokenizer, its fast encoder, and the index of texts to keep out, if any."""
 
-    def __init__(self, config: PrepareFile, root: Path, tokenizer: Tokenizer) -> None:
-        texts = (text for source in config.source.values() for text in sample(source, root, config))
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        benchmarks: Mapping[str, Source],
+        limits: DecontaminateConfig,
+        tokenizer: Tokenizer,
+    ) -> None:
         self.tokenizer = tokenizer
-        self.encoder: Encoder = make_encoder(tokenizer, texts)
-        limits = config.decontaminate
-        self.index = (
-            Index(
-                benchmark_texts(config, root),
-                ngram=limits.ngram,
-                shortest=limits.shortest,
-                threshold=limits.threshold,
-            )
-            if config.benchmark
-            else None
-        )
+        self.encoder: Encoder = make_encoder(tokenizer, sample(sources))
+        self.index = Index(benchmark_texts(benchmarks), limits) if benchmarks else None
 
 
-def benchmark_texts(config: PrepareFile, root: Path) -> Iterator[tuple[str, str]]:
+def benchmark_texts(benchmarks: Mapping[str, Source]) -> Iterator[tuple[str, str]]:
     """(benchmark, text) of everything that must be kept out."""
-    for name, benchmark in config.benchmark.items():
-        for record in read(benchmark, root, config):
+    for name, benchmark in benchmarks.items():
+        for record in read(benchmark):
             if isinstance(record, Broken):  # a benchmark that is not read in full would let its texts through
-                raise FredaError(f"benchmark.{name}: {record.where}: {record.reason} ({record.detail}); mend the file")
+                raise FredaError(f"benchmark.{name}: {record.where}: {record.reason} ({record.detail}); fix the file")
             yield name, record.text
+
+
+def sample(sources: Mapping[str, Source]) -> list[str]:
+    """A few texts of every source."""
+    most, characters = SAMPLE
+    texts = itertools.chain.from_iterable(first_texts([one], most, characters, seed=0) for one in sources.values())
+    return [text[:characters] for text in texts if BLANK_TEXT not in text]
 
 
 class Worker:
     """Carries out tasks; holds what all of them need."""
 
-    def __init__(self, config: PrepareFile, root: Path, out: Path) -> None:
-        self.config, self.root, self.out = config, root, out
-        self.tools = Tools(config, root, Tokenizer.load(out / WORK))
-        self.keys = task_keys(config, root, self.tools.tokenizer)
+    def __init__(self, file: PrepareFile, root: Path, out: Path) -> None:
+        self.file, self.out = file, out
+        self.settings, self.sources = file.prepare, sources_of(file, file.source, root)
+        tokenizer = Tokenizer.load(out / WORK)
+        self.tools = Tools(self.sources, sources_of(file, file.benchmark, root), file.decontaminate, tokenizer)
+        self.keys = task_keys(file, root, tokenizer)
 
     def key(self, task: Task) -> str:
-        """Names what the task will write."""
+        """A hash of everything that determines what the task will write."""
         return hashlib.sha256(json.dumps([self.keys[task.source], *task]).encode()).hexdigest()
 
     def done(self, task: Task) -> Outcome | None:
@@ -193,14 +195,14 @@ class Worker:
         if found is not None:
             return found
         try:
-            self._record(task).unlink(missing_ok=True)  # it speaks of shards that are about to change
+            self._record(task).unlink(missing_ok=True)  # it describes shards that are about to change
             self._record(task).with_suffix(".begun").touch()
             outcome = self._write(task)
             outcome.write(self._record(task))
         except OSError as error:
             raise FredaError(
                 f"{task.name}: {error.strerror or error}: {error.filename or self.out}; what is finished is kept: "
-                "mend it and run freda prepare again"
+                "fix this and run freda prepare again"
             ) from error
         return outcome
 
@@ -209,10 +211,9 @@ class Worker:
 
     def _write(self, task: Task) -> Outcome:
         """Read and write until the task has its tokens, or the part ends."""
-        source, tally = self.config.source[task.source], Tally(self.tools, self.config, task.source, task.part)
-        settings = self.config.prepare
-        place = {"part": task.part, "parts": settings.parts, "seed": settings.seed}
-        records = read(source, self.root, self.config, **place)
+        settings = self.settings
+        tally = Tally(self.tools, settings, task.source, task.part, task.held)
+        records = read(self.sources[task.source], part=task.part, parts=settings.parts, seed=settings.seed)
         number, exhausted = 0, True
         with ExitStack() as stack:
             layout = {"eos_id": self.tools.tokenizer.eos_id, "align": settings.align}
@@ -236,11 +237,12 @@ class Worker:
 
 
 class Tally:
-    """Decides about the records of a part of a source and counts what it drops."""
+    """Decides what happens to each record of a part of a source, and counts what is dropped."""
 
-    def __init__(self, tools: Tools, config: PrepareFile, source: str, part: int) -> None:
-        self._tools, self._source, self._part = tools, source, part
-        self._settings = config.prepare
+    def __init__(self, tools: Tools, settings: PrepareConfig, source: str, part: int, held: float = 0.0) -> None:
+        self._tools, self._settings, self._source, self._part = tools, settings, source, part
+        self._held = max(held, settings.validation_share)
+        self._least_draw = 1.0
         self._seen = self._broken = 0
         self._first_broken: Broken | None = None
         self._dropped: Counter[str] = Counter()
@@ -257,55 +259,52 @@ class Tally:
             if self._seen % 1000 == 0:
                 self.check_broken()
             return "", None
-        return record.split or self._split(number), self._ids(record)
-
-    def _split(self, number: int) -> str:
-        """Held out or not: a matter of the record's place, so that every epoch and every run agrees."""
+        ids = self._ids(record)
+        if record.split or ids is None:
+            return record.split, ids
+        # Whether a record is held out depends on its place alone, so that every epoch and every run agrees.
         place = f"{self._settings.seed}/{self._source}/{self._settings.parts}/{self._part}/{number}"
         draw = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") / 2**64
-        return "validation" if draw < self._settings.validation_share else "train"
+        self._least_draw = min(self._least_draw, draw)
+        return "validation" if draw < self._held else "train", ids
 
     def _ids(self, document: Document) -> NDArray[np.int32] | None:
+        """The ids of a document; None if it must not be written, which is counted."""
         text, ids = document.text, document.ids
         if ids is not None:
             ids = self._own_ids(document, ids)
             text = self._tools.tokenizer.decode(ids.tolist()) if self._tools.index is not None else "(ids)"
-        objection = self._objection(text)
-        if objection is None and ids is None:
-            try:
-                ids = self._tools.encoder.encode(text)
-            except FredaError as error:
-                objection = ("not Unicode", str(error))
-        if objection is not None:
-            self._drop(document.where, *objection)
-            return None
-        return ids
-
-    def _objection(self, text: str) -> tuple[str, str] | None:
-        """Why a text must not be written, in few words and in more; None if it may."""
         if not text or text.isspace():
-            return "empty", ""
-        if len(text) > self._settings.longest:
-            return "too long", f"{len(text)} characters"
-        if BLANK_TEXT in text:
-            return f"spells {BLANK_TEXT}", ""
-        return self._contaminated(text)
+            objection = ("empty", "")
+        elif len(text) > self._settings.longest:
+            objection = ("too long", f"{len(text)} characters")
+        elif BLANK_TEXT in text:
+            objection = (f"spells {BLANK_TEXT}", "")
+        elif not is_unicode(text):
+            objection = ("not Unicode", "it has lone surrogates")
+        elif hits := self._hits_in(text):
+            objection = (f"contaminated by {hits[0].benchmark}", f"item {hits[0].item}: {hits[0].words}")
+        else:
+            return self._tools.encoder.encode(text) if ids is None else ids
+        self._drop(document.where, *objection)
+        return None
 
     def _own_ids(self, document: Document, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Ids from elsewhere without the EOS that closes them: the writer adds its own."""
+        """Ids that another program made, without the EOS that closes them: the writer adds its own."""
         tokenizer = self._tools.tokenizer
         if len(ids) and int(ids.max()) >= tokenizer.blank_id:
             raise FredaError(f"{document.where} holds id {ids.max()}, the tokenizer ends at {tokenizer.blank_id - 1}")
         return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
 
-    def _contaminated(self, text: str) -> tuple[str, str] | None:
+    def _hits_in(self, text: str) -> list[Hit]:
+        """The benchmark items that contaminate a text; they are counted."""
         hits = self._tools.index.hits(text) if self._tools.index is not None else []
         for name in dict.fromkeys(hit.benchmark for hit in hits):
             found = self._hits.setdefault(name, {"documents": 0, "items": set()})
             found["documents"] += 1
         for hit in hits:
             self._hits[hit.benchmark]["items"].add(hit.item)
-        return (f"contaminated by {hits[0].benchmark}", f"item {hits[0].item}: {hits[0].words}") if hits else None
+        return hits
 
     def _drop(self, where: str, reason: str, detail: str = "") -> None:
         self._dropped[reason] += 1
@@ -314,27 +313,16 @@ class Tally:
             self._examples.append(example)
 
     def check_broken(self) -> None:
-        """Too many unreadable records mean wrong settings: better said than counted."""
+        """Stop if too many records cannot be read, which means that settings are wrong."""
         first = self._first_broken
         if first and self._seen >= JUDGED_FROM and self._broken > self._settings.broken_share * self._seen:
             raise FredaError(
                 f"source.{self._source}: {self._broken} of {self._seen} records cannot be read, first {first.where}: "
-                f"{first.reason} ({first.detail[:200]}); mend it, or raise prepare.broken_share"
+                f"{first.reason} ({first.detail[:200]}); fix them, or raise prepare.broken_share"
             )
 
     def results(self) -> dict[str, Any]:
-        """The fields of the outcome."""
+        """The fields of `Outcome` that are counted here."""
         hits = {name: {**found, "items": sorted(found["items"])} for name, found in sorted(self._hits.items())}
-        return {"dropped": dict(sorted(self._dropped.items())), "examples": self._examples, "contaminated": hits}
-
-
-def sample(source: SourceConfig, root: Path, config: PrepareFile) -> list[str]:
-    """The first texts of a source."""
-    texts: list[str] = []
-    most, characters = SAMPLE
-    for record in itertools.islice(read(source, root, config, seed=config.prepare.seed), PATIENCE):
-        if isinstance(record, Document) and is_unicode(record.text) and BLANK_TEXT not in record.text:
-            texts.append(record.text[:characters])
-        if len(texts) == most or sum(map(len, texts)) >= characters:
-            break
-    return texts
+        dropped = dict(sorted(self._dropped.items()))
+        return {"dropped": dropped, "examples": self._examples, "contaminated": hits, "least_draw": self._least_draw}

@@ -47,7 +47,10 @@ class Tokenizer:
         self.blank_id = self._blank_id()
         self.size = self.blank_id + 1
         self.eos_id = self._named_id("eos_token", token_text(settings.get("eos_token")))
-        stops = [self._named_id("stop_tokens", text) for text in settings.get("stop_tokens", ())]
+        texts = settings.get("stop_tokens", ())
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise FredaError(f"stop_tokens of tokenizer_config.json is {texts!r}; make it a list of tokens")
+        stops = [self._named_id("stop_tokens", text) for text in texts]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *stops]))
 
     @classmethod
@@ -67,7 +70,7 @@ class Tokenizer:
 
     @property
     def json_text(self) -> str:
-        """`tokenizer.json` as it was read."""
+        """The text of `tokenizer.json` as it was read."""
         return self._json_text
 
     @functools.cached_property
@@ -91,7 +94,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; special tokens (BLANK and EOS among them) are left out."""
+        """The text of `ids`; special tokens (BLANK and EOS among them) are omitted."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
@@ -131,9 +134,9 @@ class Tokenizer:
 
 
 def open_tokenizer(folder: Path, eos: str = "") -> Tokenizer:
-    """The tokenizer of a folder of ours, or of another checkpoint, which gets BLANK as `freda convert` gives it.
+    """The tokenizer of a freda folder, or of another checkpoint, with BLANK added as `freda convert` does.
 
-    `eos` names another token that ends documents. `tokenizer.json` may be packed with xz.
+    `eos` names another token to end documents. `tokenizer.json` may be compressed with xz.
     """
     packed = folder / "tokenizer.json.xz"
     if not folder.is_dir():
@@ -145,7 +148,7 @@ def open_tokenizer(folder: Path, eos: str = "") -> Tokenizer:
         if end is None:
             raise FredaError("tokenizer_config.json names no eos_token")
         if _parse(text).token_to_id(end) is None:
-            raise FredaError(f"it has no token {end!r}, which is to end documents")
+            raise FredaError(f"it has no token {end!r}, which should end documents; set prepare.eos")
         if _parse(text).token_to_id(BLANK_TEXT) is None:
             return with_blank(text, [end], settings)
         return Tokenizer(text, {**settings, "eos_token": end})
@@ -176,10 +179,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def with_blank(json_text: str, stops: Sequence[int | str], settings: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of another checkpoint with BLANK at its first free id (kept where it has one already).
+    """The tokenizer of another checkpoint with BLANK at its first free id (kept if it already has one).
 
     `stops` are the tokens that end generation, as ids or texts; the first one ends documents. Of `settings` (its
-    `tokenizer_config.json`) only what does not depend on the class that read it is kept.
+    `tokenizer_config.json`) only values that do not depend on the tokenizer class are kept.
     """
     source = _parse(json_text)
     if source.token_to_id(BLANK_TEXT) is None:
@@ -229,7 +232,7 @@ def _parse(json_text: str) -> tokenizers.Tokenizer:
         parsed = tokenizers.Tokenizer.from_str(json_text)
     except Exception as error:  # the library raises nothing narrower
         raise FredaError(f"tokenizer.json is not a valid tokenizer: {error}") from None
-    parsed.no_truncation()  # a checkpoint may carry the limits of the script that saved it
+    parsed.no_truncation()  # a checkpoint may contain the limits of the script that saved it
     parsed.no_padding()
     return parsed
 
@@ -241,7 +244,7 @@ def _surrogate_error(text: str) -> FredaError:
 
 
 def _drawn(character: str) -> str:
-    """A character as it can be drawn in one cell."""
+    """A character as a single cell of a terminal shows it."""
     if character in DRAWN_CHARACTERS:
         return DRAWN_CHARACTERS[character]
     if character.isspace():

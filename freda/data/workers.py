@@ -16,25 +16,25 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
 
 from freda.data.config import PrepareFile
 from freda.data.shards import ID
 from freda.data.tasks import Outcome, Task, Worker
 from freda.errors import FredaError
 
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
+PR_SET_PDEATHSIG = 1  # an option of prctl on Linux
 Runner = Callable[[Sequence[Task]], Sequence[Outcome]]
 
 
 @contextlib.contextmanager
-def runner(config: PrepareFile, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
+def runner(file: PrepareFile, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
     """How tasks are run: in this process, in several, or shared among the processes that torchrun has started."""
     if world > 1:
-        with _torchrun(config, root, out) as pair:
+        with _torchrun(file, root, out) as pair:
             yield pair
         return
-    worker = Worker(config, root, out)
+    worker = Worker(file, root, out)
     if workers == 1:
         yield worker, lambda tasks: [worker.run(task) for task in tasks]
     else:
@@ -42,7 +42,7 @@ def runner(config: PrepareFile, root: Path, out: Path, workers: int, world: int)
             yield worker, run
 
 
-_worker: Worker | None = None  # of a process of the pool
+_worker: Worker | None = None  # in a process of the pool
 
 
 def _start_process(worker: Worker, parent: int) -> None:
@@ -61,7 +61,7 @@ def _run_in_process(task: Task) -> Outcome:
 
 @contextlib.contextmanager
 def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
-    """Processes that are started afresh: a fork would copy the locks of whatever threads there are."""
+    """Spawn worker processes; forked ones would inherit the locks of other threads."""
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (worker, os.getpid()))
 
     def run(tasks: Sequence[Task]) -> list[Outcome]:
@@ -81,7 +81,7 @@ def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
             process.join()
         if isinstance(error, BrokenProcessPool):
             raise FredaError(
-                "a worker process was killed, perhaps for want of memory; what is finished is kept: run freda prepare "
+                "a worker process was killed, perhaps for lack of memory; what is finished is kept: run freda prepare "
                 "again with fewer --workers"
             ) from None
         raise
@@ -89,7 +89,7 @@ def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
 
 @contextlib.contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """Processes started meanwhile never see Ctrl-C, not even while they start: it is for the parent, who stops them."""
+    """Keep Ctrl-C from processes started meanwhile, even while they start: the parent handles it and stops them."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -111,15 +111,18 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torchrun(config: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
-    """Every process takes every world-th task of a wave, on one machine or many with a shared folder; then all tell
-    all what came out. Starting, restarting and stopping them is torchrun's."""
+def _torchrun(file: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
+    """Share tasks among the processes of torchrun, on one machine or on many with a shared folder.
+
+    Each process takes every world-th task of a wave; then all exchange their outcomes. Starting, restarting and
+    stopping processes is torchrun's job.
+    """
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
-        shared = [config]
+        shared = [file]
         dist.broadcast_object_list(shared)  # rank 0 has provided the tokenizer and found the revisions
         worker = Worker(shared[0], root, out)
 
@@ -127,7 +130,7 @@ def _torchrun(config: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Work
             own: dict[Task, Outcome] | FredaError
             try:
                 own = {task: worker.run(task) for task in tasks[rank::world]}
-            except FredaError as error:  # told to all, or they would wait for us
+            except FredaError as error:  # sent to all, or they would wait for us
                 own = error
             gathered: list[dict[Task, Outcome] | FredaError] = [{} for _ in range(world)]
             dist.all_gather_object(gathered, own)
@@ -144,38 +147,23 @@ def _torchrun(config: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Work
         dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def progress(out: Path, total: int) -> Iterator[None]:
-    """A bar on stderr. How far the shards are is read off their files, so that no task has to report."""
-    columns = (
-        TextColumn("{task.completed:,.0f} tokens"),
-        BarColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-    )
-    stop = threading.Event()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        line = bar.add_task("", total=total or None, speed="")
-        begun, before = time.perf_counter(), _tokens_on_disk(out)
+def progress(out: Path, total: int) -> contextlib.AbstractContextManager[object]:
+    """A line on stderr, if that is a terminal. It reads the sizes of the shards, so that no task has to report."""
+    begun, before = time.perf_counter(), _tokens_on_disk(out)
 
-        def watch() -> None:
-            while not stop.wait(0.5):
-                tokens = _tokens_on_disk(out)
-                rate = (tokens - before) / (time.perf_counter() - begun)
-                bar.update(line, completed=tokens, speed=f"{rate / 1e6:.2f} M/s")
+    def line() -> str:
+        tokens = _tokens_on_disk(out)
+        rate = (tokens - before) / max(time.perf_counter() - begun, 1e-9)
+        left = f" of {total:,} tokens, {max(0, total - tokens) / rate:,.0f} s left" if total and rate else " tokens"
+        return f"{tokens:,}{left}, {rate / 1e6:.2f} M/s"
 
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+    live = Live(get_renderable=line, console=Console(stderr=True), refresh_per_second=2, transient=True)
+    return live if sys.stderr.isatty() else contextlib.nullcontext()
 
 
 def _tokens_on_disk(out: Path) -> int:
     sizes = 0
     for path in out.glob("train-*.bin*"):
-        with contextlib.suppress(OSError):  # renamed between the two looks
+        with contextlib.suppress(OSError):  # renamed since it was listed
             sizes += path.stat().st_size
     return sizes // ID.itemsize

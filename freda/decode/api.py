@@ -23,9 +23,8 @@ from freda.decode.generate import generate
 from freda.decode.request import Output, Pass, Request, Watch, stop_strings
 from freda.decode.stops import StopMatcher, cut_at_stop
 from freda.errors import FredaError, require
-from freda.methods import METHODS
+from freda.folders.model_folder import LoadedModel, load_model
 from freda.model.device import pick_device, pick_dtype
-from freda.model.weights import LoadedModel, load_model
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class Model:
         self.loaded, self.name, self.engine = loaded, name, Engine(loaded, engine)
 
     def __repr__(self) -> str:
-        weight, method = self.loaded.model.embed_tokens.weight, self.loaded.method
-        count = sum(part.numel() for part in self.loaded.model.parameters())
+        weight, method = self.loaded.backbone.embed_tokens.weight, self.loaded.method
+        count = sum(part.numel() for part in self.loaded.backbone.parameters())
         kind = f"{method.name}, blocks of {method.block_size}, {count:,} parameters"
         return f"<freda.Model {self.name}: {kind}, {str(weight.dtype).removeprefix('torch.')} on {weight.device}>"
 
@@ -123,14 +122,13 @@ class Model:
     def reference(self, request: Request, watch: Watch | None = None) -> Completion:
         """Run one request with `generate`, the plain loop that the engine must equal."""
         tokenizer, stops = self.loaded.tokenizer, stop_strings(request.stop)
-        rule = METHODS[request.method or self.loaded.method.name]  # type: ignore[index]
 
         def stopped(tokens: Sequence[int]) -> bool:
             return StopMatcher(tokenizer.decode, stops).feed(tokens)
 
-        self.engine.check(request)
+        method = self.engine.check(request)
         options: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "stopped": stopped if stops else None}
-        output = generate(self.loaded.model, rule, self.loaded.method, [request], **options, watch=watch)[0]
+        output = generate(self.loaded.parts, method, [request], **options, watch=watch)[0]
         return self._checked(output, request)
 
     def request(self, prompt: str, **settings: Any) -> Request:

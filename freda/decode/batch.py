@@ -15,40 +15,26 @@ Counting (M14): a forward counts once for each request that it chooses tokens or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from freda.decode.request import Pass, Request, Watch
-from freda.decode.request import Sequence as Text
-from freda.decode.state import (
-    Choice,
-    DecodeState,
-    after_pass,
-    candidates_of,
-    chosen,
-    embedded,
-    fresh_drafts,
-    joined,
-    limits_of,
-    new_state,
-    soft_channel,
-)
-from freda.errors import require
-from freda.methods.config import MethodConfig
+from freda.decode.request import Pass, Sequence, Watch
 from freda.methods.draft import Candidates, Draft, merge
-from freda.methods.method import Method, block_size
+from freda.methods.method import Method
+from freda.methods.state import Choice, DecodeState, fresh_drafts, joined, new_state
 from freda.model.attention import make_mask
 from freda.model.masks import Tokens, clean_tokens, concat, draft_tokens
-from freda.model.transformer import Forward, KeysValues, Transformer
+from freda.model.parts import Parts
+from freda.model.transformer import Forward, KeysValues
 
 
 class CommittedText(Protocol):
     """Keys and values of committed text, a row for each request: `Cache`, or the engine's pages."""
 
-    def write(self, new: Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
+    def write(self, new: abc.Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
         """Store the first tokens of a forward."""
 
     def past(self) -> list[KeysValues]:
@@ -61,42 +47,38 @@ class CommittedText(Protocol):
         """Drop all texts but `rows`."""
 
 
-class Batch:
+class RequestBatch:
     """Requests of one method that go forward together, each at its own block and pass."""
-
-    watched = False  # will `show` be called after this pass?
 
     def __init__(
         self,
-        model: Transformer,
+        parts: Parts,
         method: Method,
-        config: MethodConfig,
-        texts: Sequence[Text],
-        stop_ids: Sequence[int],
+        sequences: abc.Sequence[Sequence],
+        stop_ids: abc.Sequence[int],
         cache: CommittedText | None,
     ) -> None:
-        self.model, self.method, self.config = model, method, config
-        self.size, self.stop_ids = block_size(method, config), set(stop_ids)
-        self.device = model.embed_tokens.weight.device
-        self.texts, self.cache = list(texts), cache
+        self.parts, self.model, self.method, self.layout = parts, parts.backbone, method, method.layout
+        self.size, self.stop_ids, self.device = method.layout.block, set(stop_ids), parts.device
+        self.sequences, self.cache = list(sequences), cache
         stops = self._tensor(sorted(self.stop_ids), torch.int64)
-        self.state = new_state([text.request for text in texts], self._fresh(), self._begin(), stops)
+        self.state = new_state([text.request for text in sequences], self._fresh(), self._begin(), stops)
 
-    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+    def _tensor(self, values: abc.Sequence[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _fresh(self) -> Draft:
         """The next block of every text: blank but for the tail of its prompt."""
-        return fresh_drafts([text.tail for text in self.texts], self.size, self.model.blank_id, self.device)
+        return fresh_drafts([text.tail for text in self.sequences], self.size, self.model.blank_id, self.device)
 
     def _begin(self) -> Tensor:
-        return self._tensor([len(text.clean) for text in self.texts], torch.int64)
+        return self._tensor([len(text.clean) for text in self.sequences], torch.int64)
 
     def commit(self) -> None:
         """A forward that only commits, where there is something to commit into the cache."""
-        waiting = [text for text in self.texts if text.stored < len(text.clean)]
-        if waiting and self.cache is not None and self.method.DRAFTS:
-            self._forward(with_draft=False)
+        waiting = [text for text in self.sequences if text.stored < len(text.clean)]
+        if waiting and self.cache is not None and self.layout.slots:  # elsewhere the pass itself commits
+            self._forward(None)
             for text in waiting:
                 text.nfe += 1
 
@@ -106,72 +88,91 @@ class Batch:
         What predicts without a draft keeps its last token for the first pass. Not counted: a first pass that carries
         the prompt, as in `generate`, would not be either.
         """
-        last = 0 if self.method.DRAFTS else 1
-        width = max(self.size, most // max(1, len(self.texts)) // self.size * self.size)
-        while any(text.stored < len(text.clean) - last for text in self.texts):
-            self._forward(with_draft=False, most=width, but=last)
+        last = self.layout.held
+        width = max(self.size, most // max(1, len(self.sequences)) // self.size * self.size)
+        while any(text.stored < len(text.clean) - last for text in self.sequences):
+            self._forward(None, most=width, but=last)
 
     def draft_pass(self) -> list[int]:
         """One forward that commits what is pending and predicts; returns the rows whose block has closed."""
-        limits = limits_of(self.method, [text.request for text in self.texts])
-        self.candidates = candidates_of(self.state, self.method, self.config, limits)
-        hidden = self._forward(with_draft=self.method.DRAFTS)
-        for text in self.texts:
-            text.nfe += 1
-        self.choice = chosen(self.model, self.method, self.state, self.candidates, self.soft)
+        limits = self.method.limits([text.request for text in self.sequences])
+        self.candidates = self.method.candidates(self.state, limits)
         rows, count = self.candidates.valid.shape
+        hidden = self._forward(self.candidates if self.layout.slots else None)
+        for text in self.sequences:
+            text.nfe += 1
+        self.choice = self.method.choose(self.parts, self.state, self.candidates, self._soft if count > 1 else None)
         best = hidden.view(rows, count, self.size, -1)[torch.arange(rows, device=self.device), self.choice.winner]
-        self.state = after_pass(self.state, self.method, self.model.logits(best), limits)
+        self.state = self.method.after_pass(self.state, self.model.logits(best), limits)
         return [row for row, closed in enumerate(self.state.draft.closed.tolist()) if closed]
 
-    def _forward(self, *, with_draft: bool, most: int | None = None, but: int = 0) -> Tensor:
-        """Run [pending clean tokens | draft] over the cache; returns the hidden states that predict, (R, C·B, D).
+    def _forward(self, drafts: Candidates | None, *, most: int | None = None, but: int = 0) -> Tensor:
+        """Run [pending clean tokens | drafts] over the cache; returns the hidden states that predict, (R, C·B, D).
 
-        `most` bounds the pending tokens, `but` leaves out the last ones.
+        Without drafts the last pending token predicts. `most` bounds the pending tokens, `but` omits the last ones.
         """
         ends = [
             len(text.clean) - but if most is None else min(len(text.clean) - but, text.stored + most)
-            for text in self.texts
+            for text in self.sequences
         ]
-        pending = [text.clean[text.stored : end] for text, end in zip(self.texts, ends, strict=True)]
+        pending = [text.clean[text.stored : end] for text, end in zip(self.sequences, ends, strict=True)]
         counts = self._tensor([len(tokens) for tokens in pending], torch.int64)
         width = max(len(tokens) for tokens in pending)
         padded = [tokens + [0] * (width - len(tokens)) for tokens in pending]
         ids = self._tensor(padded, torch.int64).view(len(pending), width)
         place = torch.arange(width, device=self.device)
         real = place < counts[:, None]  # (R, W)
-        position = self._tensor([text.stored for text in self.texts], torch.int64)[:, None] + place
+        position = self._tensor([text.stored for text in self.sequences], torch.int64)[:, None] + place
         x = self.model.embed_tokens(ids)
         tokens = clean_tokens(torch.where(real, 0, -1), position, self.size)
-        if with_draft:
-            count = self.candidates.valid.shape[1]
-            where = self.state.position.repeat(1, count)  # (R, C·B)
-            candidate = torch.arange(count, device=self.device).repeat_interleave(self.size).expand_as(where)
-            position = torch.cat([position, where], dim=1)
-            x = torch.cat([x, embedded(self.model, self.candidates, self.config)], dim=1)
-            tokens = concat(tokens, draft_tokens(torch.zeros_like(where), where, self.size, candidate))
-        hidden = self._run(x, position, tokens, real)
-        if self.method.DRAFTS:
-            return hidden[:, width:]
-        return hidden[torch.arange(len(pending), device=self.device), counts - 1][:, None]
+        if drafts is None:
+            hidden = self._run(x, position, tokens, real)
+            return hidden[torch.arange(len(pending), device=self.device), counts - 1][:, None]
+        count = drafts.valid.shape[1]
+        where = self.state.position.repeat(1, count)  # (R, C·B)
+        candidate = torch.arange(count, device=self.device).repeat_interleave(self.size).expand_as(where)
+        x = torch.cat([x, self.method.embed(self.model, drafts.ids.flatten(1), drafts.alpha.flatten(1))], dim=1)
+        tokens = concat(tokens, draft_tokens(torch.zeros_like(where), where, self.size, candidate))
+        return self._run(x, torch.cat([position, where], dim=1), tokens, real)[:, width:]
 
     def _run(self, x: Tensor, position: Tensor, tokens: Tokens, real: Tensor) -> Tensor:
         """The forward itself; what it commits goes into the cache."""
         past = None if self.cache is None else self.cache.past()
         keys = tokens if self.cache is None else concat(self.cache.tokens(self.size), tokens)
         out: Forward = self.model(x, position, make_mask(tokens, keys, self.model.backend), past)
-        scored = self.method.SCORES and x.shape[1] > real.shape[1]  # not a forward that only commits
-        self.soft = soft_channel(self.model, out, position, tokens, keys, past, real.shape[1]) if scored else None
+        if x.shape[1] > real.shape[1] + self.size:  # several candidates
+            self._soft = self._scorer_view(out, position, tokens, keys, past, real.shape[1])
         if self.cache is not None:
             self.cache.write(out.new, position[:, : real.shape[1]], real)
-            for text, count in zip(self.texts, real.sum(-1).tolist(), strict=True):
+            for text, count in zip(self.sequences, real.sum(-1).tolist(), strict=True):
                 text.stored += count
         return out.hidden
 
-    def sound(self) -> list[bool]:
-        """Whose probabilities are numbers?"""
-        sound: list[bool] = self.state.draft.prob.isfinite().all(-1).tolist()
-        return sound
+    def _scorer_view(
+        self,
+        out: Forward,
+        position: Tensor,
+        tokens: Tokens,
+        keys: Tokens,
+        past: abc.Sequence[KeysValues] | None,
+        committed: int,
+    ) -> Tensor:
+        """What a scorer sees of the draft part of a forward, which begins after `committed` tokens: (R, C·B, D)."""
+        scorer = self.parts.scorer
+        of_draft = out._replace(hidden=out.hidden[:, committed:], beneath=out.beneath[:, committed:])
+        if scorer is None or scorer.last_layer is None:
+            return of_draft.hidden
+        draft = Tokens(*(part[:, committed:] for part in tokens))
+        seen = KeysValues(*(part[:, :, :committed] for part in out.new[-1]))
+        if past is not None:
+            seen = KeysValues(*(torch.cat(pair, dim=2) for pair in zip(past[-1], seen, strict=True)))
+        mask = make_mask(draft, keys, self.model.backend)
+        return scorer.soft_channel(self.model, of_draft, position[:, committed:], mask, seen)
+
+    def finite(self) -> list[bool]:
+        """Which requests have finite probabilities."""
+        finite: list[bool] = self.state.draft.prob.isfinite().all(-1).tolist()
+        return finite
 
     def block(self, row: int) -> list[int]:
         """The tokens of a draft after the last pass."""
@@ -180,7 +181,7 @@ class Batch:
 
     def show(self, watch: Watch) -> None:
         """Hand the state after a pass to the watcher."""
-        for seen in passes_of([text.index for text in self.texts], self.state, self.candidates, self.choice):
+        for seen in passes_of([text.index for text in self.sequences], self.state, self.candidates, self.choice):
             watch(seen)
 
     def next_blocks(self, finished: set[int]) -> None:
@@ -190,22 +191,24 @@ class Batch:
         if finished:
             self.leave(finished)
 
-    def join(self, other: Batch) -> None:
+    def join(self, other: RequestBatch) -> None:
         """Take over the requests of another batch, whose cache is of the same storage."""
-        self.texts += other.texts
+        self.sequences += other.sequences
         self.state = joined(self.state, other.state)
 
     def leave(self, finished: set[int]) -> None:
         """Drop these rows."""
-        left = [row for row in range(len(self.texts)) if row not in finished]
-        self.texts = [self.texts[row] for row in left]
+        left = [row for row in range(len(self.sequences)) if row not in finished]
+        self.sequences = [self.sequences[row] for row in left]
         rows = self._tensor(left, torch.int64)
         self.state = self.state.rows(rows)
         if self.cache is not None:
             self.cache.keep(rows)
 
 
-def passes_of(requests: Sequence[int], state: DecodeState, candidates: Candidates, choice: Choice) -> Iterator[Pass]:
+def passes_of(
+    requests: abc.Sequence[int], state: DecodeState, candidates: Candidates, choice: Choice
+) -> abc.Iterator[Pass]:
     """What a pass left of every request's block."""
     ids, prob, _, _, given, committed, passes, closed = (part.tolist() for part in state.draft)
     texts, scores = candidates.ids.tolist(), choice.scores.tolist()
@@ -215,20 +218,3 @@ def passes_of(requests: Sequence[int], state: DecodeState, candidates: Candidate
         cells = (ids[row], prob[row], given[row], committed[row], closed[row])
         seen = (texts[row][: valid[row]], scores[row][: valid[row]], winner[row])
         yield Pass(request, begin[row] // size, passes[row], *cells, *seen)
-
-
-def check_requests(model: Transformer, method: Method, config: MethodConfig, requests: Sequence[Request]) -> None:
-    """Refuse what cannot be decoded, before anything is done."""
-    require(
-        not method.SCORES or model.scorer is not None, "the model has no scorer; train one with method.name=best-of-n"
-    )
-    for request in requests:
-        require(
-            all(0 <= token < model.blank_id for token in request.prompt),
-            f"a prompt holds a token id that is BLANK or beyond the vocabulary; use ids 0 to {model.blank_id - 1}",
-        )
-        require(method.DRAFTS or bool(request.prompt), "the prompt is empty; autoregressive decoding needs one token")
-        require(
-            not method.SCORES or request.swaps <= config.block_size,
-            f"swaps is {request.swaps}, more than a block has positions; use 0 to {config.block_size}",
-        )

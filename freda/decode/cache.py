@@ -27,7 +27,7 @@ class Cache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=weight.device)  # (R,) tokens stored
 
     def write(self, new: Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
-        """Store the first tokens of a forward's keys and values. `position`, `real` (R, W): slot, and is it text?"""
+        """Store keys and values of a forward's first tokens. `position`, `real` (R, W): slots, and which are text."""
         slot = torch.where(real, position.long(), self._spare)[:, None, :, None]
         for stored, fresh in zip(self._layers, new, strict=True):
             for target, source in zip(stored, fresh, strict=True):

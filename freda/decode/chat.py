@@ -21,7 +21,7 @@ from freda.decode.config import DecodeConfig
 from freda.decode.request import Output, Pass
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
-from freda.model.folders import resolve_model_folder
+from freda.folders.resolve import resolve_model_folder
 from freda.sections import build
 
 HELP = """/reset            forget the conversation
@@ -76,7 +76,7 @@ class Chat:
         if not self.template:
             return mini.prompt_of(message) if self._data() else (_question(message), ())
         loaded = self.model.loaded
-        room = loaded.model.config.max_positions - self.decode.max_new_tokens
+        room = loaded.backbone.config.max_positions - self.decode.max_new_tokens
         while True:
             text = rendered(self.template, loaded.tokenizer, [*self._first, *turns])
             if len(turns) == 1 or len(loaded.tokenizer.encode(text)) <= room:
@@ -191,19 +191,16 @@ def answer(chat: Chat, message: str, out: TextIO, *, drafts: bool, pause: float,
 
     On a terminal the passes are drawn in place; with `keep` they stay there as a table.
     """
-    parts = chat.ask(message, drafts=drafts)
-    if drafts:
-        text = ""
-        with LiveDrafts((), chat.model.loaded.tokenizer, file=out, pause=pause, keep=keep) as live:
-            for part in parts:
-                if isinstance(part, Pass):
-                    live(part)
-                else:
-                    text += part
-        print(text, file=out, flush=True)
-    else:
-        for part in parts:
-            print(part, end="", file=out, flush=True)
-        print(file=out, flush=True)
+    live = LiveDrafts((), chat.model.loaded.tokenizer, file=out, pause=pause, keep=keep)
+    text = ""
+    with live if drafts else contextlib.nullcontext():
+        for part in chat.ask(message, drafts=drafts):
+            if isinstance(part, Pass):
+                live(part)
+            elif drafts:
+                text += part
+            else:
+                print(part, end="", file=out, flush=True)
+    print(text, file=out, flush=True)
     if chat.output is not None:
         note(f"{len(chat.output.tokens)} tokens in {chat.output.nfe} forwards, {chat.output.tpf:.2f} per forward")

@@ -1,72 +1,53 @@
-"""What `freda generate` does, and how it and `freda chat` open a model: with a word about what will not work well."""
+"""What `freda generate` does, and how it and `freda chat` open a model."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from freda.decode.api import Completion, Model
+from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.request import Request
 from freda.decode.show import LiveDrafts
-from freda.errors import FredaError, note, require
-from freda.methods import METHODS
-from freda.methods.method import block_size
+from freda.errors import FredaError, note
+from freda.folders.model_folder import LoadedModel, load_model
+from freda.folders.resolve import resolve_model_folder
+from freda.methods import method_named
 from freda.model.device import pick_device, pick_dtype
-from freda.model.folders import resolve_model_folder
-from freda.model.weights import LoadedModel, load_model
 
 
-def open_model(path: Path, device: str, dtype: str, *, method: str | None = None) -> LoadedModel:
-    """Load a model, and say so where a method will decode it that it was not trained for."""
+def open_model(path: Path, device: str, dtype: str, *, method: str | None = None, prompt: str = "") -> LoadedModel:
+    """Load a model; a warning says so if it will be decoded by a method that it was not trained for."""
+    if prompt and not _is_model(path) and _is_model(Path(prompt)):
+        raise FredaError(f"there is no model {path}, but {prompt} is one; name the model first, then the prompt")
     place = pick_device(device)
     loaded = load_model(path, place, pick_dtype(dtype, place))
-    name = method or loaded.method.name
-    require(name in METHODS, f"there is no method {name!r}; use one of {', '.join(METHODS)}")
-    in_blocks = block_size(METHODS[name], loaded.method) > 1  # type: ignore[index]
-    if loaded.stage == "base" and in_blocks:
+    chosen = method_named(method, loaded.method)
+    if loaded.stage == "base" and chosen.layout.block > 1:
         note(
-            f"warning: {path} was converted but never trained to fill blocks, so {name} will write nonsense; "
+            f"warning: {path} was converted but never trained to fill blocks, so {chosen.name} will write nonsense; "
             "train it first, or use --method autoregressive"
         )
-    elif name != loaded.method.name:
-        note(f"note: {path} was trained as {loaded.method.name}, decoding as {name}")
+    elif chosen.name != loaded.method.name:
+        note(f"note: {path} was trained as {loaded.method.name}, decoding as {chosen.name}")
     return loaded
 
 
-def complete(
-    path: Path,
-    text: str,
-    decode: DecodeConfig,
-    *,
-    method: str | None = None,
-    stop: Sequence[str] = (),
-    reference: bool = False,
-    device: str = "auto",
-    dtype: str = "auto",
-    pause: float | None = None,
-) -> dict[str, Any]:
-    """Continue `text`; returns what `freda generate --json` prints.
+def complete(loaded: LoadedModel, request: Request, *, reference: bool = False, pause: float = 0.0) -> dict[str, Any]:
+    """Run one request; returns what `freda generate --json` prints.
 
-    With `pause`, every pass is drawn on stderr, so many seconds apart on a terminal. `reference` decodes with the plain
-    loop instead of the engine.
+    A watched request is drawn on stderr, its passes `pause` seconds apart on a terminal. `reference` decodes with the
+    plain loop instead of the engine.
     """
-    require(bool(text.strip()), "the prompt is empty; give the text to continue")
-    if not _is_model(path) and _is_model(Path(text)):
-        raise FredaError(f"there is no model {path}, but {text} is one; name the model first, then the prompt")
-    loaded = open_model(path, device, dtype, method=method)
-    prompt, settings = loaded.tokenizer.encode(text), asdict(decode)
-    request = Request(prompt=prompt, method=method, stop=stop, watch=pause is not None, **settings)
-    length = len(prompt) + decode.max_new_tokens
-    model = Model(loaded, EngineConfig(max_batch=1, max_length=length, on_device=not reference), name=str(path))
-    with contextlib.ExitStack() as stack:
-        live = None
-        if pause is not None:
-            live = stack.enter_context(LiveDrafts(prompt, loaded.tokenizer, pause=pause, keep=True))
-        found: Completion = (model.reference if reference else model.complete)(request, live)
+    length = len(request.prompt) + request.max_new_tokens
+    model = Model(loaded, EngineConfig(max_batch=1, max_length=length, on_device=not reference))
+    run = model.reference if reference else model.complete
+    if request.watch:
+        with LiveDrafts(request.prompt, loaded.tokenizer, pause=pause, keep=True) as live:
+            found = run(request, live)
+    else:
+        found = run(request)
     return {
         "text": found.text,
         "tokens": found.tokens,
@@ -74,8 +55,8 @@ def complete(
         "tpf": round(found.tpf, 4),
         "seconds": round(found.seconds, 4),
         "finish": found.finish,
-        "method": method or loaded.method.name,
-        "settings": settings,
+        "method": request.method or loaded.method.name,
+        "settings": {field.name: getattr(request, field.name) for field in fields(DecodeConfig)},
     }
 
 

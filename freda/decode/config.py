@@ -12,19 +12,19 @@ from freda.sections import knob
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How one text is continued; not a section of a run's config, but the options of `freda generate`."""
+    """How one text is continued: the options of `freda generate`, and no section of a run's config."""
 
-    max_new_tokens: int = knob(128, "most tokens to make")
+    max_new_tokens: int = knob(128, "most tokens to generate")
     passes: int = knob(4, "most passes per block, K")
-    threshold: float = knob(0.9, "probability η from which a token is committed; above 1 never")
-    temperature: float = knob(0.0, "0 takes the most probable token")
+    threshold: float = knob(0.9, "probability η from which a token is committed; above 1: all passes are made")
+    temperature: float = knob(0.0, "temperature of the sampling; 0 takes the most probable token")
     top_p: float = knob(1.0, "sample from the smallest set of tokens with this probability")
     seed: int = knob(0, "seed of the sampling")
     width: int = knob(4, "best-of-n: most candidates per pass, N")
     tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
     swaps: int = knob(2, "best-of-n: most positions a candidate changes, R")
-    candidates: Literal["beam", "sampled"] = knob("beam", "best-of-n: cheapest changes to the draft, or random draws")
-    select: Literal["argmax", "gumbel"] = knob("argmax", "best-of-n: take the best beam candidate, or choose by chance")
+    candidates: Literal["beam", "sampled"] = knob("beam", "best-of-n: cheapest changes to the draft, or sampled ones")
+    select: Literal["argmax", "gumbel"] = knob("argmax", "best-of-n: take the best beam candidate, or sample one")
 
     def __post_init__(self) -> None:
         require(1 <= self.width <= 256, f"width is {self.width}; use 1 to 256")
@@ -39,7 +39,7 @@ class DecodeConfig:
             f"threshold is {self.threshold}; use a probability above 0, or a number above 1 for never",
         )
         require(self.temperature >= 0, f"temperature is {self.temperature}; use 0 (greedy) or more")
-        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; use a share above 0, at most 1")
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; use a probability above 0, at most 1")
         require(abs(self.seed) < 2**63, f"seed is {self.seed}; use a number of at most 63 bits")
 
 
@@ -54,4 +54,4 @@ class EngineConfig:
     queue: int = knob(1024, "requests that may wait")
     prefill: int = knob(4096, "prompt tokens in one forward")
     on_device: bool = knob(True, "keep passes on the GPU, in CUDA graphs, where model and request allow it")
-    int8: bool = knob(False, "on a GPU: int8 weights where few tokens wait for them")
+    int8: bool = knob(False, "on a GPU: int8 weights in forwards over few tokens, which wait for the weights")

@@ -5,9 +5,9 @@ prompts into the cache, makes one pass over everything that is running, one forw
 what happened with the requests. A request reserves all pages it can need when it is admitted, so what has begun always
 ends. Its output is what `generate` makes of it alone.
 
-Threads: any number may submit, read and cancel. Whoever waits for news takes the next step, unless another thread is at
-it; so nobody has to run a loop, and a step is never made twice at a time. Cancelling never blocks, since it may happen
-while a handle is garbage-collected in the middle of a step: it leaves a flag, and whoever steps looks for flags.
+Threads: any number may submit, read and cancel; one steps at a time. A reader without news takes the next step itself,
+or waits while another thread does, so no loop has to run in the background. Cancelling never blocks, since it may
+happen while a handle is garbage-collected in the middle of a step: it leaves a flag, and whoever steps looks for flags.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import Any
 
 import torch
 
-from freda.decode.batch import Batch, check_requests
+from freda.decode.batch import RequestBatch
 from freda.decode.config import EngineConfig
-from freda.decode.device import DeviceBatch, ForwardBackend, Program, prefill, stays_on_device
+from freda.decode.device import DeviceBatch, ForwardBackend, Program, prefill
 from freda.decode.pages import PagedCache, Pages, page_count
 from freda.decode.request import Event, Output, Pass, QueueFull, Request, Sequence
 from freda.decode.stops import StopMatcher
 from freda.errors import FredaError, note, require
-from freda.methods import METHODS
-from freda.methods.method import block_size
+from freda.folders.model_folder import LoadedModel
+from freda.methods import method_named
+from freda.methods.method import Method
 from freda.model.staircase import MOST_BLOCK
 from freda.model.transformer import Transformer
-from freda.model.weights import LoadedModel
 
 # Engines for at most so many requests are compiled around the forward: some eighty kernels of 2 µs are 6% of a
 # forward over few tokens. Compiling takes a while, and pays for an engine that is made for one stream.
 MOST_COMPILED = 4
 DAMAGED = "the model's probabilities are not finite: its weights are damaged, or too large for their precision"
 
-Kind = tuple[str, bool]  # of a batch: the method, and whether its passes stay on the device
+Kind = tuple[Method, bool]  # what a batch has in common: the method, and whether its passes stay on the device
 
 
 class Handle:
@@ -55,7 +55,7 @@ class Handle:
 
     @property
     def finished(self) -> bool:
-        """Has the request ended, one way or another?"""
+        """Whether the request has ended, one way or another."""
         return self._sequence.output is not None
 
     def __iter__(self) -> Iterator[Event | Pass]:
@@ -79,7 +79,7 @@ class Handle:
         return self._sequence.output
 
     def cancel(self) -> None:
-        """End the request and free its pages, at once or after the step that is under way."""
+        """End the request and free its pages, now or after the current step."""
         if not self.finished:
             self._engine.cancel(self._sequence)
 
@@ -97,7 +97,7 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         machine: Callable[[Transformer, Pages], ForwardBackend | None] | None = None,
     ) -> None:
-        self.loaded, self.config, self.model = loaded, config, loaded.model
+        self.loaded, self.config, self.model = loaded, config, loaded.backbone
         for name in ("max_batch", "page_size", "queue", "prefill"):
             require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}; use 1 or more")
         size, limit = loaded.method.block_size, self.model.config.max_positions
@@ -108,11 +108,11 @@ class Engine:
         self.pages = Pages(self.model, count, page_size)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        self.batches: dict[Kind, Batch] = {}
+        self.batches: dict[Kind, RequestBatch] = {}
         self.flagged: deque[Sequence] = deque()  # to be cancelled
         self._current: Kind | None = None  # the batch that is being changed
         self._news = threading.Condition(threading.Lock())
-        self._stepping = False  # guarded by `_news`, like what is appended to `waiting`
+        self._stepper = 0  # the thread that steps; guarded by `_news`, like what is appended to `waiting`
         self._number = 0
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._table_pages = min(self.pages.count, needed)
@@ -125,25 +125,24 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Is any request waiting or running?"""
+        """Whether any request is waiting or running."""
         self._sweep()
         return bool(self.waiting or self.running)
 
     def submit(self, request: Request) -> Handle:
         """Queue a request. One that can never run is refused at once; `QueueFull` means: try again later."""
-        name, size = self.check(request)
-        config = self.loaded.method
-        on_device = self._machine is not None and stays_on_device(self.model, config, request)
-        if self._machine is not None and not on_device:
-            self._explain("the request samples, or its scorer has a layer of its own, or its embeddings are rescaled")
+        method = self.check(request)
+        reason = method.off_device(self.loaded.parts, request)
+        if self._machine is not None and reason:
+            self._explain(f"a request needs the plain path: {reason}")
         with self._news:
             if len(self.waiting) >= self.config.queue:
                 raise QueueFull(
                     f"{len(self.waiting)} requests are waiting, as many as the queue holds; try again later"
                 )
             self._number += 1
-            sequence = Sequence(self._number, request, size)
-            sequence.kind = (name, on_device and not request.watch)
+            on_device = self._machine is not None and not reason and not request.watch
+            sequence = Sequence(self._number, request, method.layout.block, (method, on_device))
             if request.stop:
                 sequence.matcher = StopMatcher(self.loaded.tokenizer.decode, request.stop)
             handle = Handle(self, sequence)
@@ -151,24 +150,22 @@ class Engine:
         self._sweep()
         return handle
 
-    def check(self, request: Request) -> tuple[str, int]:
-        """Refuse a request that can never run; returns its method's name and block size."""
-        name = request.method or self.loaded.method.name
-        require(name in METHODS, f"there is no method {name!r}; use one of {', '.join(METHODS)}")
-        rule, config = METHODS[name], self.loaded.method  # type: ignore[index]
-        check_requests(self.model, rule, config, [request])
-        size, length = block_size(rule, config), len(request.prompt) + request.max_new_tokens
+    def check(self, request: Request) -> Method:
+        """Refuse a request that can never run; returns its method."""
+        method = method_named(request.method, self.loaded.method)
+        method.check(self.loaded.parts, request, request.prompt)
+        length = len(request.prompt) + request.max_new_tokens
         require(
             length <= self.max_length,
             f"prompt and answer have {length} tokens, the limit is {self.max_length}; "
             f"shorten the prompt or ask for fewer new tokens",
         )
-        needed = self.pages.needed(length + size)
+        needed = self.pages.needed(length + method.layout.block)
         require(
             needed <= self.pages.count,
             f"the request needs {needed} pages, the engine has {self.pages.count}; ask for fewer tokens or raise pages",
         )
-        return name, size
+        return method
 
     def completed(self, requests: Iterable[Request]) -> Generator[tuple[int, Output], None, None]:
         """Run requests and keep the engine full; yields (index, output) as each finishes, whatever the order.
@@ -180,13 +177,8 @@ class Engine:
         following = next(numbered, None)
         try:
             while following or handles:
-                while following and len(handles) < 2 * self.config.max_batch:
-                    try:
-                        handles[following[0]] = self.submit(following[1])
-                    except QueueFull:
-                        break
-                    except FredaError as error:
-                        yield following[0], Output([], 0, "error", 0.0, str(error))
+                while following and len(handles) < 2 * self.config.max_batch and (handle := self._offer(following[1])):
+                    handles[following[0]] = handle
                     following = next(numbered, None)
                 self.advance(lambda: any(handle.finished for handle in handles.values()))
                 for index in [index for index, handle in handles.items() if handle.finished]:
@@ -194,6 +186,17 @@ class Engine:
         finally:
             for handle in handles.values():
                 handle.cancel()
+
+    def _offer(self, request: Request) -> Handle | None:
+        """Submit a request; one that is refused has finished with an error. None if the queue is full."""
+        try:
+            return self.submit(request)
+        except QueueFull:
+            return None
+        except FredaError as error:
+            refused = Sequence(0, request, 1)
+            refused.end(Event([], "error", str(error)))
+            return Handle(self, refused)
 
     def run(self, requests: collections.abc.Sequence[Request]) -> list[Output]:
         """Run requests to their end; returns their outputs in order."""
@@ -215,31 +218,32 @@ class Engine:
         self._alone(self._step, done)
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a request at once, or after the step that is under way. Never blocks."""
+        """End a request now, or after the current step. Never blocks."""
         self.flagged.append(sequence)
         self._sweep()
 
     def _alone(self, work: Callable[[], None], done: Callable[[], bool]) -> None:
-        """Do `work` while no other thread does any; instead return as soon as `done`."""
-        mine = False
+        """Do `work` as the only thread that works on the requests, or return as soon as `done`."""
+        mine, thread = False, threading.get_ident()
         try:
             with self._news:
-                while self._stepping and not done():
+                # A thread that finds itself was interrupted twice, in the middle of the end of its step.
+                while self._stepper not in (0, thread) and not done():
                     self._news.wait()
                 if done():
                     return
-                mine = self._stepping = True
+                mine, self._stepper = True, thread
             self._guarded(work)
         finally:
             if mine:
                 with self._news:
-                    self._stepping = False
+                    self._stepper = 0
                     self._news.notify_all()
             self._sweep()
 
     @torch.no_grad()
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Cancel flagged requests and do `work`; if it fails, or is interrupted, nothing half-done stays behind."""
+        """Cancel flagged requests and do `work`; an error or an interrupt leaves nothing half-done behind."""
         try:
             self._cancel_flagged()
             work()
@@ -250,13 +254,13 @@ class Engine:
             self._current = None
 
     def _sweep(self) -> None:
-        """Cancel flagged requests, unless a thread is at work, which will do so afterwards. Never blocks.
+        """Cancel flagged requests, unless another thread is stepping, which will do so afterwards. Never blocks.
 
-        Flags are looked for again after the lock is released: who could not get it meanwhile has left one.
+        Flags are checked again after the lock is released, since a thread that could not get it has left its flag.
         """
         while self.flagged and self._news.acquire(blocking=False):
             try:
-                if self._stepping:
+                if self._stepper:
                     return
                 self._guarded(lambda: None)
                 self._news.notify_all()
@@ -271,19 +275,19 @@ class Engine:
             if one.index in self.running:
                 self._current = one.kind
                 batch = self.batches[one.kind]
-                batch.leave({batch.texts.index(one)})
-            with contextlib.suppress(ValueError):  # it is running, or its submission was interrupted
+                batch.leave({batch.sequences.index(one)})
+            with contextlib.suppress(ValueError):  # it was running, or its submission was interrupted
                 self.waiting.remove(one)
             self._finish(one, Event([], "cancelled"))
 
     def _recover(self, error: str) -> None:
         """After an error: end the requests of the batch that was being changed, and those in no batch yet.
 
-        The pages are counted anew from the requests that are left, and no text is remembered.
+        Pages are recounted from the requests that are left, and prefixes are forgotten.
         """
         if self._current is not None:
             self.batches.pop(self._current, None)
-        whole = {one.index for batch in self.batches.values() for one in batch.texts}
+        whole = {one.index for batch in self.batches.values() for one in batch.sequences}
         for one in [one for one in self.running.values() if one.index not in whole]:
             del self.running[one.index]
             with contextlib.suppress(ValueError):
@@ -292,27 +296,27 @@ class Engine:
                 one.end(Event([], "error", error))
         self.pages.restore([one.table for one in self.running.values()])
 
-    # -- what a step does ----------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         self._admit()
         for kind, batch in list(self.batches.items()):
-            if batch.texts:
+            if batch.sequences:
                 self._current = kind
                 self._pass(batch)
 
     def _admit(self) -> None:
         """Move waiting requests in, as long as the first of them fits, and bring their prompts into the cache.
 
-        One whose beginning is being computed for another waits for the next step, where it is known: sixty questions
-        behind the same worked examples compute these once.
+        A request whose first pages are being computed for another waits for the next step, where they are known: sixty
+        questions behind the same worked examples compute these once.
         """
         new: dict[Kind, list[Sequence]] = {}
         coming: set[bytes] = set()
         while self.waiting and len(self.running) < self.config.max_batch:
             first = self.waiting[0]
             tokens = len(first.request.prompt) + first.request.max_new_tokens + first.size
-            stored = first.clean[: len(first.clean) - _kept_back(first.kind)]
+            stored = first.clean[: len(first.clean) - first.kind[0].layout.held]
             begins = self.pages.first_unknown(stored, first.size)
             reserved = None if begins in coming else self.pages.reserve(stored, tokens, first.size)
             if reserved is None:
@@ -329,16 +333,16 @@ class Engine:
 
     def _prefill(self, kind: Kind, admitted: list[Sequence]) -> None:
         cache = PagedCache(self.pages, [one.table for one in admitted], [one.stored for one in admitted])
-        rule = METHODS[kind[0]]  # type: ignore[index]
-        batch = Batch(self.model, rule, self.loaded.method, admitted, self.loaded.tokenizer.stop_ids, cache)
-        machine = self._machine if kind[1] else None
+        method, on_device = kind
+        batch = RequestBatch(self.loaded.parts, method, admitted, self.loaded.tokenizer.stop_ids, cache)
+        machine = self._machine if on_device else None
         if machine is not None:
-            prefill(machine, cache, admitted, admitted[0].size, _kept_back(kind), self.config.prefill)
-        batch.prefill(self.config.prefill)  # what begins like another text, or everything
+            prefill(machine, cache, admitted, method.layout.block, method.layout.held, self.config.prefill)
+        batch.prefill(self.config.prefill)  # prompts with known pages, or all of them
         for one in admitted:
             self.pages.learn(one.table, one.clean[: one.stored], one.size)
         running = self.batches.get(kind)
-        if running is not None and running.texts:
+        if running is not None and running.sequences:
             assert isinstance(running.cache, PagedCache)
             running.cache.join(cache)
             running.join(batch)
@@ -348,16 +352,16 @@ class Engine:
         else:
             self.batches[kind] = batch
 
-    def _pass(self, batch: Batch) -> None:
+    def _pass(self, batch: RequestBatch) -> None:
         """One pass over a batch; what it did for each request is filed with the request."""
         closed = set(batch.draft_pass())
-        if any(one.request.watch for one in batch.texts):
+        if any(one.request.watch for one in batch.sequences):
             batch.show(self._file_pass)
-        sound = batch.sound()
+        finite = batch.finite()
         finished = set()
-        for row, one in enumerate(batch.texts):
+        for row, one in enumerate(batch.sequences):
             event = Event([], "error", DAMAGED)
-            if sound[row]:
+            if finite[row]:
                 if row not in closed:
                     continue
                 event = self._close_block(one, batch.block(row), batch.stop_ids)
@@ -395,11 +399,6 @@ class Engine:
         if not self._explained:
             self._explained = True
             note(f"decoding without the GPU kernels: {why}")
-
-
-def _kept_back(kind: Kind) -> int:
-    """Tokens at the end of a prompt that must not be stored before the first pass, which predicts from them."""
-    return 0 if METHODS[kind[0]].DRAFTS else 1  # type: ignore[index]
 
 
 def _why_plain(model: Transformer, size: int) -> str:

@@ -7,30 +7,25 @@ nothing but the first commit. What a pass is: `batch.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
 
 import torch
 
-from freda.decode.batch import Batch, check_requests
+from freda.decode.batch import RequestBatch
 from freda.decode.cache import Cache
-from freda.decode.request import Output, Pass, Request, Watch
-from freda.decode.request import Sequence as Text
-from freda.methods.config import MethodConfig
-from freda.methods.method import Method, block_size
-from freda.model.transformer import Transformer
-
-__all__ = ["Output", "Pass", "Request", "Watch", "generate"]
+from freda.decode.request import Output, Request, Sequence, Watch
+from freda.methods.method import Method
+from freda.model.parts import Parts
 
 
 @torch.no_grad()
 def generate(
-    model: Transformer,
+    parts: Parts,
     method: Method,
-    config: MethodConfig,
-    requests: Sequence[Request],
+    requests: abc.Sequence[Request],
     *,
-    stop_ids: Sequence[int],
-    stopped: Callable[[Sequence[int]], bool] | None = None,
+    stop_ids: abc.Sequence[int],
+    stopped: abc.Callable[[abc.Sequence[int]], bool] | None = None,
     fused: bool = True,
     cached: bool = True,
     watch: Watch | None = None,
@@ -38,15 +33,16 @@ def generate(
     """Continue every request. `stopped` is asked after each block whether the new tokens of a text are enough, for stop
     strings. `fused=False` commits in forwards of their own and `cached=False` keeps no cache: the plain twins, with
     equal tokens."""
-    check_requests(model, method, config, requests)
+    for request in requests:
+        method.check(parts, request, request.prompt)
     begun = time.perf_counter()
     outputs: dict[int, Output] = {}
-    size = block_size(method, config)
-    texts = [Text(index, request, size) for index, request in enumerate(requests)]
+    size = method.layout.block
+    texts = [Sequence(index, request, size) for index, request in enumerate(requests)]
     longest = max((len(r.prompt) + r.max_new_tokens + size for r in requests), default=0)
-    cache = Cache(model, len(requests), longest) if cached else None
-    loop = Batch(model, method, config, texts, stop_ids, cache)
-    while loop.texts:
+    cache = Cache(parts.backbone, len(requests), longest) if cached else None
+    loop = RequestBatch(parts, method, texts, stop_ids, cache)
+    while loop.sequences:
         if not fused:
             loop.commit()
         closed = loop.draft_pass()
@@ -54,7 +50,7 @@ def generate(
             loop.show(watch)
         finished = set()
         for row in closed:
-            text = loop.texts[row]
+            text = loop.sequences[row]
             reason = text.close_block(loop.state.draft.ids[row].tolist(), loop.stop_ids)
             if reason is None and stopped is not None and stopped(text.new):
                 reason = "stop"

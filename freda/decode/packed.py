@@ -20,8 +20,8 @@ from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
 from freda.decode.pages import Pages
 from freda.decode.shapes import BlockTable, ForwardShape
+from freda.folders import quantize
 from freda.methods.draft import Prediction
-from freda.model import quantize
 from freda.model.config import ModelConfig
 from freda.model.staircase import attend_rows
 from freda.model.transformer import Attention, Layer, Transformer

@@ -1,10 +1,9 @@
-"""Keys and values of committed text in pages that requests share where their texts begin alike.
+"""Keys and values of committed text, in pages that requests share where their texts begin alike.
 
 A page holds `page_size` tokens, whole blocks of them. The keys and values of committed text depend on the text up to
-the end of their block and on nothing else, so a full page is known by the hash of all tokens up to its end (and the
-block size, which decides who sees whom): a request whose prompt begins with known pages takes them over instead of
-computing them.
-Pages that no request uses stay until their place is needed, the longest unused first.
+the end of their block and on nothing else, so a full page is identified by the hash of all tokens up to its end (and
+the block size, which decides who sees whom). A request whose prompt begins with known pages uses them instead of
+computing them. Pages that no request uses are kept until their space is needed; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from freda.errors import FredaError, require
 from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
 
-MOST_TOKENS = 65_536  # that an engine on a CPU has pages for, unless it is told how many
-FREE_PART = 0.8  # of a GPU's free memory that pages may take: prompts and graphs need some, too
+MOST_TOKENS = 65_536  # on a CPU, unless the number of pages is given
+FREE_PART = 0.8  # of a GPU's free memory, at most; prompts and graphs need the rest
 
 
 def page_count(model: Transformer, page_size: int, max_batch: int, needed: int) -> int:
@@ -67,8 +66,10 @@ class Pages:
         return next((key for key in _keys(text, self.page_size, block_size) if key not in self._known), None)
 
     def reserve(self, text: Sequence[int], tokens: int, block_size: int) -> tuple[list[int], int] | None:
-        """Pages for `tokens` tokens of which `text` are known to be the first, and how many of these are stored there
-        already; None if there are not enough pages now."""
+        """Pages for `tokens` tokens that begin with `text`, and how many of these are stored there already.
+
+        None if there are not enough pages now.
+        """
         shared = []
         for key in _keys(text, self.page_size, block_size):
             if key not in self._known:
@@ -99,7 +100,7 @@ class Pages:
                 self._known[key], self._hash[page] = page, key
 
     def restore(self, tables: Sequence[Sequence[int]]) -> None:
-        """Count anew: these tables are in use, all other pages are free, and nothing is remembered."""
+        """Recount: these tables are in use, all other pages are free, and no prefix is remembered."""
         self._users = dict(Counter(page for table in tables for page in table))
         self._free = [page for page in range(self.count)[::-1] if page not in self._users]
         self._known, self._hash, self._unused = {}, {}, OrderedDict()
@@ -117,7 +118,7 @@ class Pages:
 
 
 def _keys(text: Sequence[int], page_size: int, block_size: int) -> list[bytes]:
-    """For every full page of a text, the hash of the text up to its end."""
+    """The hash of a text up to the end of each of its full pages."""
     digest = hashlib.blake2b(block_size.to_bytes(4, "little"), digest_size=16)
     ids = array("q", text[: len(text) // page_size * page_size])
     keys, page, ids_bytes = [], page_size * ids.itemsize, ids.tobytes()
@@ -128,7 +129,7 @@ def _keys(text: Sequence[int], page_size: int, block_size: int) -> list[bytes]:
 
 
 class PagedCache:
-    """The pages of the requests of one batch, as a cache: a row for each."""
+    """The pages of one batch as a cache, a row for each request."""
 
     def __init__(self, pages: Pages, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         self.pages, self.tables = pages, [list(table) for table in tables]
@@ -143,7 +144,7 @@ class PagedCache:
         self._table = torch.tensor(filled, dtype=torch.int64, device=self.lengths.device).view(len(filled), most)
 
     def table(self, rows: int, pages: int) -> Tensor:
-        """The tables as the kernels take them, (rows, pages) int32; what is more than there is names the spare page."""
+        """The tables as the kernels take them, (rows, pages) int32, filled up with the spare page."""
         here = self._table[:, :pages].int()
         below, beside = rows - here.shape[0], pages - here.shape[1]
         return torch.nn.functional.pad(here, (0, beside, 0, below), value=self.pages.spare)
@@ -157,14 +158,14 @@ class PagedCache:
         self._tensors()
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all texts but `rows`. Their pages are given back by who reserved them."""
+        """Drop all sequences but `rows`; whoever reserved their pages releases them."""
         self.tables = [self.tables[row] for row in rows.tolist()]
         self.lengths = self.lengths[rows]
         self._tensors()
 
     @torch.no_grad()
     def write(self, new: Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
-        """Store the first tokens of a forward's keys and values. `position`, `real` (R, W): place, and is it text?"""
+        """Store keys and values of a forward's first tokens. `position`, `real` (R, W): places, and which are text."""
         if position.shape[1] == 0:
             return
         size = self.pages.page_size

@@ -1,4 +1,4 @@
-"""Requests to the engine and what comes of them: events while they run, an output at their end. No torch here."""
+"""Requests to the engine, the events while they run, and their outputs. No torch here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from freda.decode.config import DecodeConfig
 from freda.decode.stops import StopMatcher
@@ -25,7 +25,7 @@ class Request(DecodeConfig):
     prompt: collections.abc.Sequence[int]
     method: str | None = None  # the model's own by default
     stop: str | collections.abc.Sequence[str] = ()  # strings that end the text; a tuple once checked
-    watch: bool = False  # does the reader want every pass over a block, too?
+    watch: bool = False  # file every pass over a block, too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,23 +86,23 @@ class Pass(NamedTuple):
 class Sequence:
     """The progress of one request: its tokens, its pages, and the events that its reader has not seen yet."""
 
-    def __init__(self, index: int, request: Request, size: int) -> None:
+    def __init__(self, index: int, request: Request, size: int, kind: Any = None) -> None:
         whole = len(request.prompt) // size * size
         self.index, self.request, self.size = index, request, size
+        self.kind = kind  # which batch of the engine it belongs to
         self.clean = list(request.prompt[:whole])  # committed tokens: whole blocks
         self.tail = list(request.prompt[whole:])  # prompt tokens given in the first generated block
         self.stored = 0  # how many of `clean` are in the cache
         self.new: list[int] = []
         self.nfe = 0
         self.table: list[int] = []  # its pages
-        self.kind = ("", False)  # its batch: the method, and whether passes stay on the device
         self.matcher: StopMatcher | None = None
         self.mail: deque[Event | Pass] = deque()
         self.output: Output | None = None
         self.begun = time.perf_counter()
 
     def close_block(self, ids: list[int], stop_ids: set[int]) -> str | None:
-        """Take over a finished block; says why the sequence is finished, if it is."""
+        """Append a closed block; returns why the sequence is finished, if it is."""
         given, self.tail = len(self.tail), []
         for token in ids[given:]:
             self.new.append(token)

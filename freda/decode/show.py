@@ -63,7 +63,7 @@ def legend() -> Text:
 
 
 class LiveDrafts:
-    """Draws the passes of one request as they happen; with `keep`, a table of them stays on the terminal."""
+    """Draws the passes of one request as they happen; with `keep`, they stay on the terminal as a table."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate, result_line
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, tasks_named
-from freda.model.folders import packaged_folder, resolve_model_folder
+from freda.folders.resolve import packaged_folder, resolve_model_folder
 
 EVALS = Path("runs/eval")  # results of bundled models
 PUBLISHED = {True: " as published", False: ", not the published questions", None: ""}

@@ -33,7 +33,8 @@ from freda.eval.likelihood import choice_log_probs
 from freda.eval.report.compare import wilson
 from freda.eval.task import Example, Graded, Task, checksum
 from freda.files import locked, write_whole
-from freda.model.weights import LoadedModel
+from freda.folders.model_folder import LoadedModel
+from freda.model.parts import stored_name
 
 SHOWN_PROMPTS = 3
 BITS_AT_ONCE = 1 << 24
@@ -101,7 +102,7 @@ def result_line(found: dict[str, Any]) -> str:
 
 def request_for(model: Model, prompt: Sequence[int], settings: DecodeConfig, stop: Sequence[str]) -> Request:
     """A request with no more new tokens than the model has positions for after the prompt."""
-    room = model.loaded.model.config.max_positions - len(prompt)
+    room = model.loaded.backbone.config.max_positions - len(prompt)
     fitted = replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, room)))
     return Request(**asdict(fitted), prompt=prompt, stop=tuple(stop))
 
@@ -221,15 +222,13 @@ def _summary(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def about_model(loaded: LoadedModel) -> dict[str, Any]:
     """The facts that tell one model from another in a file of results."""
-    config = loaded.method
-    knobs = {name: getattr(config, name) for name in ("block_size", "feedback", "rescale", "committed_hard")}
-    dtype = str(loaded.model.embed_tokens.weight.dtype).removeprefix("torch.")
-    return {"method": config.name, "model": fingerprint(loaded), "dtype": dtype, **knobs}
+    method, dtype = loaded.method, str(loaded.parts.dtype).removeprefix("torch.")
+    return {"method": method.name, "model": fingerprint(loaded), "dtype": dtype, **method.stored()}
 
 
 def made_by(loaded: LoadedModel) -> dict[str, Any]:
     """Facts that stand in the results, but may change between two parts of a run: commit of a checkout, device."""
-    device = loaded.model.embed_tokens.weight.device
+    device = loaded.parts.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {"commit": _commit(), "device": name}
 
@@ -249,7 +248,8 @@ def _commit() -> str:
 
 def fingerprint(loaded: LoadedModel) -> str:
     """Tell models apart by a sum over the bits of every weight, each times its place, exact on every device."""
-    sums = [(name, _bit_sum(weight)) for name, weight in sorted(loaded.model.state_dict().items())]
+    named = {stored_name(part, name): weight for part, name, weight in loaded.parts.weights()}
+    sums = [(name, _bit_sum(weight.detach())) for name, weight in sorted(named.items())]
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
 
 

@@ -29,7 +29,6 @@ from freda.errors import FredaError, missing_package, require
 from freda.eval.evaluate import about_model, request_for
 from freda.eval.likelihood import Pair, log_likelihood
 from freda.files import write_whole
-from freda.methods import METHODS
 
 HARNESS = "harness.json"
 Progress = Callable[[int, int], None]  # requests done, requests in all
@@ -65,7 +64,7 @@ class Answerer:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         loaded = self.model.loaded
-        longest, pairs, owners = loaded.model.config.max_positions - 1, list[Pair](), list[int]()
+        longest, pairs, owners = loaded.backbone.config.max_positions - 1, list[Pair](), list[int]()
         for number, request in enumerate(requests):
             tokens = loaded.tokenizer.encode(request.args[0])
             windows = get_rolling_token_windows(tokens, loaded.tokenizer.eos_id, longest, context_len=1)
@@ -99,7 +98,7 @@ class Answerer:
     def _before(self) -> list[int]:
         """The context of a text's first token: empty, or for an autoregressive model the token that ends a document."""
         loaded = self.model.loaded
-        return [] if METHODS[loaded.method.name].DRAFTS else [loaded.tokenizer.eos_id]
+        return [loaded.tokenizer.eos_id] * loaded.method.layout.held
 
     def _request(self, number: int, context: str, options: dict[str, Any]) -> Request:
         """Translate lm_eval's options. The length is the task's own, at most ours; ours where the task sets none."""

@@ -32,12 +32,11 @@ import torch
 from torch import Tensor
 
 from freda.errors import require
-from freda.methods import METHODS
-from freda.methods.draft import soft_embedding, start
+from freda.folders.model_folder import LoadedModel
+from freda.methods.draft import start
 from freda.model.attention import make_mask
 from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.transformer import Forward, Transformer
-from freda.model.weights import LoadedModel
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, continuation
 Progress = Callable[[int], None]
@@ -78,7 +77,7 @@ def log_likelihood(
     for rows, hidden in _batches(loaded, pairs, fast=fast, batch_tokens=batch_tokens):
         flat = [token for index in rows for token in pairs[index][1]]
         targets = torch.tensor(flat, device=hidden.device)[:, None]  # (N, 1)
-        log_p, best = _log_probs(loaded.model, hidden, targets)
+        log_p, best = _log_probs(loaded.backbone, hidden, targets)
         values, hits = log_p[:, 0].tolist(), (best == targets[:, 0]).tolist()
         begin = 0
         for index in rows:
@@ -121,7 +120,7 @@ def choice_log_probs(
     done = sum(not ids for ids in choices)
     for rows, hidden in _batches(loaded, pairs, fast=False, batch_tokens=batch_tokens):
         padded = [[*choices[index], *[0] * (most - len(choices[index]))] for index in rows]
-        log_p, _ = _log_probs(loaded.model, hidden, torch.tensor(padded, device=hidden.device))
+        log_p, _ = _log_probs(loaded.backbone, hidden, torch.tensor(padded, device=hidden.device))
         for index, values in zip(rows, log_p.cpu(), strict=True):
             table[index, : len(choices[index])] = values[: len(choices[index])]
         done += len(rows)
@@ -132,13 +131,13 @@ def choice_log_probs(
 
 def _check(loaded: LoadedModel, pairs: Sequence[Pair], batch_tokens: int) -> None:
     require(batch_tokens >= 1, f"batch_tokens is {batch_tokens}; use 1 or more")
-    top, drafts = loaded.model.blank_id, METHODS[loaded.method.name].DRAFTS
+    top, held = loaded.backbone.blank_id, loaded.method.layout.held
     for context, continuation in pairs:
         for tokens in (context, continuation):
             odd = next((token for token in tokens if not 0 <= token < top), None)
             require(odd is None, f"token id {odd} is BLANK or beyond the vocabulary; use ids 0 to {top - 1}")
         require(
-            drafts or bool(context) or not continuation,
+            len(context) >= held or not continuation,
             "a context is empty, and an autoregressive model predicts a token only from one before it; begin every "
             "context with a token that is not scored: BOS if the tokenizer has it, else the first token of the text",
         )
@@ -173,20 +172,20 @@ def _batches(
     Together the batches hold every pair that has a continuation. The longest come first: if memory does not suffice,
     it is known at once.
     """
-    block_size, drafting = loaded.method.block_size, METHODS[loaded.method.name].DRAFTS
+    block_size, drafting = loaded.method.block_size, loaded.method.layout.slots > 0
     lengths = {index: (len(context), len(scored)) for index, (context, scored) in enumerate(pairs) if scored}
     sizes = {
         index: _size(given, scored, block_size, fast) if drafting else _Size(given + scored - 1, 0)
         for index, (given, scored) in lengths.items()
     }
-    for rows in _grouped(loaded.model, sizes, block_size, batch_tokens):
+    for rows in _grouped(loaded.backbone, sizes, block_size, batch_tokens):
         texts = [[*pairs[index][0], *pairs[index][1]] for index in rows]
         widest = _Size(*(max(column) for column in zip(*(sizes[index] for index in rows), strict=True)))
-        text = _text(loaded.model, texts, [lengths[index][0] for index in rows])
+        text = _text(loaded.backbone, texts, [lengths[index][0] for index in rows])
         if drafting:
             yield rows, _draft_states(loaded, text, widest, fast=fast, most=min(MOST_DRAFT, batch_tokens))
         else:
-            yield rows, _causal_states(loaded.model, text, widest.clean)
+            yield rows, _causal_states(loaded.backbone, text, widest.clean)
 
 
 def _size(given: int, scored: int, block_size: int, fast: bool) -> _Size:
@@ -253,7 +252,7 @@ def _causal_states(model: Transformer, text: _Text, width: int) -> Tensor:
 
 def _draft_states(loaded: LoadedModel, text: _Text, widest: _Size, *, fast: bool, most: int) -> Tensor:
     """The committed text once as a cache, then the drafts over it, at most `most` tokens of a row at a time: (N, D)."""
-    model, size = loaded.model, loaded.method.block_size
+    model, size = loaded.backbone, loaded.method.block_size
     place = torch.arange(_width(model, widest.clean), device=text.tokens.device).expand(len(text.tokens), -1)  # (R, W)
     whole = (text.length - 1) // size * size  # blocks before the last scored one
     committed = clean_tokens(torch.where(place < whole, 0, -1), place, size)
@@ -301,8 +300,8 @@ def _drafts(text: _Text, numbers: range, size: int, fast: bool) -> _Drafts:
 
 def _embedding(loaded: LoadedModel, text: _Text, drafts: _Drafts) -> Tensor:
     """What the first pass sees, by the method's own rule: shown tokens with α = 1 and BLANK with 0, (R, S·B, D)."""
-    model, config = loaded.model, loaded.method
-    shape = (-1, config.block_size)
-    draft = start(_at(text, drafts.position).view(shape), drafts.shown.view(shape), model.blank_id)
-    ids, alpha = (part.view(len(text.tokens), -1) for part in METHODS[config.name].rows(draft, config))
-    return soft_embedding(model, ids, alpha, rescale=config.rescale)
+    backbone, method = loaded.backbone, loaded.method
+    shape = (-1, method.block_size)
+    draft = start(_at(text, drafts.position).view(shape), drafts.shown.view(shape), backbone.blank_id)
+    ids, alpha = (part.view(len(text.tokens), -1) for part in method.rows(draft))
+    return method.embed(backbone, ids, alpha)

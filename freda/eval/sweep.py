@@ -19,13 +19,12 @@ from freda.errors import FredaError, require
 from freda.eval.config import SweepConfig, SweepFile, SystemConfig
 from freda.eval.evaluate import about_model, evaluate, fingerprint
 from freda.eval.folder import read_samples
-from freda.eval.report.points import FILE, FORMAT_VERSION, Decoding, Point, Setting, settings_of
+from freda.eval.report.points import FILE, FORMAT_VERSION, Decoding, Point, settings_of
 from freda.eval.task import Example, Task, checksum
 from freda.eval.tasks import tasks_named
 from freda.eval.teacher_forcing import stability
 from freda.files import read_json, write_whole
-from freda.methods import METHODS
-from freda.model.folders import resolve_model_folder
+from freda.folders.resolve import resolve_model_folder
 from freda.sections import to_dict
 
 Note = Callable[[str], None]
@@ -81,7 +80,7 @@ def run_sweep(
         "format": FORMAT_VERSION,
         "version": __version__,
         "config": to_dict(file),
-        "device": model.loaded.model.embed_tokens.weight.device.type,
+        "device": model.loaded.parts.device.type,
         "dtype": about["dtype"],
         "systems": systems,
         "tasks": {task.name: {"kind": task.kind, "choices": bool(task.choices)} for task in tasks},
@@ -97,9 +96,8 @@ def run_sweep(
 
 def decoding_of(model: Model) -> Decoding:
     """Which settings change how a model decodes."""
-    method = METHODS[model.loaded.method.name]
-    axes = Setting._fields if method.SCORES else Setting._fields[:2] if method.DRAFTS else ()
-    return Decoding(axes, method.REFINES, model.loaded.method.block_size)
+    method = model.loaded.method
+    return Decoding(method.axes, method.refines, method.block_size)
 
 
 def _questions(

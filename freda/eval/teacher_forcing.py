@@ -8,66 +8,26 @@ and spoils, and how much of a draft that is already right it keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
 from freda.data.synthetic import Problem
-from freda.methods import METHODS
-from freda.methods.autoregressive import next_token_logits
-from freda.methods.draft import Rules, clean_half, draft_logits, likeliest, soft_embedding, start
-from freda.model.weights import LoadedModel
+from freda.folders.model_folder import LoadedModel
 
 MOST_LOGITS = 1 << 28  # in one forward: 1 GiB in fp32
 NAMES = ("right", "changed", "mended", "spoiled", "kept")
 
 
-@torch.no_grad()
 def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int) -> float:
     """The fraction of solution tokens that are the written ones after `passes` passes over the true prefix."""
-    texts = [(problem.prompt, problem.document) for problem in problems]
-    batch, given = solution_batch(loaded, texts)
-    if METHODS[loaded.method.name].DRAFTS:
-        *_, made = teacher_forced(loaded, batch, given, passes)
-    else:
-        made = _next_tokens(loaded, batch)
+    batch, given = solution_batch(loaded, [(problem.prompt, problem.document) for problem in problems])
+    *_, made = loaded.method.teacher_forced(loaded.parts, batch, given, passes)
     counted = ~given & (batch.document >= 0) & ~batch.fill
     return float(((made == batch.tokens) & counted).sum() / counted.sum())
-
-
-def _next_tokens(loaded: LoadedModel, batch: Batch) -> Tensor:
-    made = torch.full_like(batch.tokens, -1)
-    made[:, 1:] = likeliest(next_token_logits(loaded.model, batch), batch.tokens.shape).ids[:, :-1]
-    return made
-
-
-@torch.no_grad()
-def teacher_forced(
-    loaded: LoadedModel, batch: Batch, given: Tensor, passes: int, *, clean_draft: bool = False
-) -> Iterator[Tensor]:
-    """Draft all blocks of all rows at once, each over its true prefix: the tokens (R, L) after every pass.
-
-    The drafts begin blank, or with `clean_draft` as the true text, shown with the certainty of given tokens.
-    """
-    model, config = loaded.model, loaded.method
-    method, shape = METHODS[config.name], (-1, config.block_size)
-    clean = clean_half(model, batch, config.block_size)
-    tokens = batch.tokens.view(shape)
-    draft = start(tokens, given.view(shape), model.blank_id)
-    if clean_draft:
-        draft = draft._replace(ids=tokens, prob=torch.ones_like(draft.prob))
-    rules = Rules(
-        torch.full_like(draft.passes, passes),
-        torch.full_like(draft.passes, 2, dtype=torch.float32),
-        draft.ids.new_empty(0),
-    )
-    for _ in range(passes):
-        ids, alpha = (part.view_as(batch.tokens) for part in method.rows(draft, config))
-        logits = draft_logits(model, soft_embedding(model, ids, alpha, rescale=config.rescale), clean)
-        draft = method.update(draft, likeliest(logits, draft.ids.shape), rules)
-        yield draft.ids.view_as(batch.tokens)
 
 
 def solution_batch(loaded: LoadedModel, texts: Sequence[tuple[str, str]]) -> tuple[Batch, Tensor]:
@@ -78,7 +38,7 @@ def solution_batch(loaded: LoadedModel, texts: Sequence[tuple[str, str]]) -> tup
     prompts = [len(tokenizer.encode(prompt)) for prompt, _ in texts]
     filled = [-(-(len(text) + 1) // align) * align for text in wholes]
     width = max(filled)
-    device = loaded.model.embed_tokens.weight.device
+    device = loaded.parts.device
     place = torch.arange(width, device=device).expand(len(wholes), -1)
     tokens = torch.tensor([text + [tokenizer.eos_id] * (width - len(text)) for text in wholes], device=device)
     ends, lengths, given = (
@@ -95,7 +55,7 @@ def stability(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int
     `texts` are pairs of a prompt and the whole text that begins with it.
     """
     longest = max(len(loaded.tokenizer.encode(whole)) for _, whole in texts) + loaded.method.block_size
-    rows = max(1, MOST_LOGITS // (longest * loaded.model.config.vocab_size))
+    rows = max(1, MOST_LOGITS // (longest * loaded.backbone.config.vocab_size))
     sums = torch.zeros(passes, len(NAMES), dtype=torch.int64)
     counted = 0
     for first in range(0, len(texts), rows):
@@ -109,8 +69,8 @@ def _counts(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int) 
     """Sums over these texts, (passes, names), and the number of tokens that count."""
     batch, given = solution_batch(loaded, texts)
     counted = ~given & (batch.document >= 0) & ~batch.fill
-    drafts = teacher_forced(loaded, batch, given, passes)
-    clean = teacher_forced(loaded, batch, given, passes, clean_draft=True)
+    forced = functools.partial(loaded.method.teacher_forced, loaded.parts, batch, given, passes)
+    drafts, clean = forced(), forced(clean_draft=True)
     before = torch.full_like(batch.tokens, -1)  # a blank draft holds no token
     rows = []
     for now, kept in zip(drafts, clean, strict=True):

@@ -9,29 +9,30 @@ optimum. Decoding (algorithm 3) is self-refinement whose draft is chosen from th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.methods.candidates import marginal_cost_beam
-from freda.methods.config import MethodConfig
-from freda.methods.draft import CleanHalf, clean_half, draw, feedback_weight, likeliest, soft_embedding
-from freda.methods.method import Step
+from freda.decode.config import DecodeConfig
+from freda.errors import require
+from freda.methods.candidates import choose, marginal_cost_beam, merge_candidates, propose, sample
+from freda.methods.draft import Candidates, CleanHalf, Prediction, Sampling, clean_half, draw, likeliest, predict
+from freda.methods.method import Method, Step, Work
 from freda.methods.noise import Purpose, uniform
-from freda.methods.self_refine import initial_draft, refine, rows, update
+from freda.methods.self_refine import Refining
+from freda.methods.state import Choice, DecodeState, Limits
 from freda.model.attention import make_mask
 from freda.model.head import Logits
 from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.parts import Parts
 from freda.model.scorer import Scorer
-from freda.model.transformer import Forward, Transformer
+from freda.model.transformer import Forward
+from freda.sections import knob
 
-__all__ = ["DRAFTS", "REFINES", "SCORES", "labels", "loss", "rows", "update", "validate"]
-
-DRAFTS = True
-REFINES = True
-SCORES = True
 VALIDATED_TAU = (0.0, 0.1, 1.0)
 
 
@@ -44,107 +45,269 @@ class Slots(NamedTuple):
     valid: Tensor  # (R, L/B, S) bool: slots that hold a text; the others take part in nothing
 
 
-def labels(batch: Batch, config: MethodConfig) -> Tensor:
-    """One label per block: its first token stands for it."""
-    return (batch.document >= 0) & (batch.position % config.block_size == 0)
+@dataclass(frozen=True, kw_only=True)
+class BestOfN(Refining):
+    """Self-refinement with a learned choice among candidates."""
 
+    axes: ClassVar[tuple[str, ...]] = ("passes", "threshold", "width", "tau")
+    streams: ClassVar[int] = 0  # the backbone is frozen
 
-def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
-    """Eq. bon_loss, summed over the blocks: −s(clean) + log Σ exp s(slot).
+    name: str = field(default="best-of-n", init=False)
+    negatives: Literal["sampled", "beam"] = knob("sampled", "what the scorer learns to tell from the truth")
+    num_negatives: int = knob(4, "negatives per block")
+    scorer_layer: bool = knob(False, "the scorer trains a copy of the backbone's last layer, kept with it")
 
-    With beam negatives a block counts only if its clean text is a candidate. The mean over those of the group stands
-    for all its blocks; a group without any teaches nothing. Which blocks count is known only after the proposal, so the
-    processes that share a group add up their counts here.
-    """
-    clean = frozen_clean_half(model, batch, config)
-    logits = proposal(model, batch, clean, config, step.passes)
-    made = sampled_slots if config.negatives == "sampled" else beam_slots
-    slots = made(logits, batch, config, step)
-    real = _real(batch, config)
-    counted = real & (slots.target >= 0)
-    losses = block_losses(slots, score_slots(model, batch, clean, slots, config))
-    summed = torch.where(counted, losses, 0.0).sum()
-    if config.negatives == "sampled":  # every block counts
-        return summed
-    count = step.total(torch.stack([real.sum(), counted.sum()]))
-    return summed * (count[0] / count[1].clamp_min(1))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.num_negatives >= 1, f"method.num_negatives is {self.num_negatives}; use 1 or more")
+        require(
+            not self.committed_hard,
+            "method.committed_hard is true; best-of-n shows every candidate by its probability: use false",
+        )
 
+    # -- training ----------------------------------------------------------------------------------------------------
 
-def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:
-    """Over all blocks, whatever the negatives of the training were:
+    def start_from(self, parts: Parts, proposer: Method | None, source: str) -> set[str]:
+        """Stage II: only the scorer learns; a model without one gets a new one."""
+        require(bool(source), "train.init is empty; best-of-n starts from a self-refine model")
+        if proposer is not None:
+            self._check_proposer(proposer, source)
+        parts.requires_grad_(False)
+        new = parts.scorer is None
+        if parts.scorer is None:
+            with torch.device("meta"):
+                parts.scorer = Scorer(parts.backbone.config, last_layer=self.scorer_layer)
+        require(
+            (parts.scorer.last_layer is not None) == self.scorer_layer,
+            f"method.scorer_layer is {str(self.scorer_layer).lower()}, but the scorer of {source} was trained "
+            f"otherwise; set it to {str(not self.scorer_layer).lower()}, or start from the self-refine model",
+        )
+        parts.scorer.requires_grad_(True)
+        return {"scorer"} if new else set()
 
-    - `loss`: NCE against draws from the proposal; `rank_accuracy`: how often no draw that differs from the clean text
-      scores as high; `true_negatives`: how many blocks have a draw that differs;
-    - `found`: how often the clean text is among the beam's candidates; `choice0`, `choice0.1`, `choice1`: how often it
-      has the highest ℓ + τ·s among the candidates and itself, for these τ. τ = 0 is the proposal without a scorer.
-    """
-    clean, real = frozen_clean_half(model, batch, config), _real(batch, config)
-    logits = proposal(model, batch, clean, config, step.passes)
-    slots = sampled_slots(logits, batch, config, step)
-    scores = score_slots(model, batch, clean, slots, config)
-    wrong = (scores[:, :, 1:] >= scores[:, :, :1]) & _differs(slots, config)
-    numbers = {
-        "loss": torch.where(real, block_losses(slots, scores), 0.0),
-        "rank_accuracy": ~wrong.any(-1) & real,
-        "true_negatives": _differs(slots, config).any(-1) & real,
-        **_choices(model, batch, clean, logits, config),
-    }
-    return {name: value.sum() for name, value in numbers.items()}
+    def _check_proposer(self, proposer: Method, source: str) -> None:
+        """A scorer judges the drafts of the model it starts from, so it must see them as that model does."""
+        require(
+            isinstance(proposer, Refining),
+            f"train.init {source} was trained as {proposer.name}; best-of-n starts from a self-refine model",
+        )
+        trained = proposer.stored()
+        for key, asked in self.stored().items():
+            require(
+                asked == trained[key],
+                f"method.{key} is {asked}, but {source} was trained with {trained[key]}; use that",
+            )
 
+    def labels(self, batch: Batch) -> Tensor:
+        """One label per block: its first token stands for it."""
+        return (batch.document >= 0) & (batch.position % self.block_size == 0)
 
-def _choices(
-    model: Transformer, batch: Batch, clean: CleanHalf, logits: Logits, config: MethodConfig
-) -> dict[str, Tensor]:
-    """The part of `validate` about the choice among {clean text, beam candidates}, for every block."""
-    real = _real(batch, config)
-    beam = beam_slots(logits, batch, config)
-    ids = torch.cat([batch.tokens[:, None], beam.ids], dim=1)
-    prob = _probability(logits, ids)
-    valid = torch.cat([torch.ones_like(beam.valid[..., :1]), beam.valid], dim=-1)
-    slots = Slots(ids, feedback_weight(prob, config), torch.zeros_like(real, dtype=torch.int64), valid)
-    scores = score_slots(model, batch, clean, slots, config)  # (R, L/B, S)
-    likely = _by_block(prob, config).clamp_min(1e-38).log().sum(-1)
-    differs = _differs(slots, config)
-    numbers = {"found": ~differs.all(-1) & real}
-    for tau in VALIDATED_TAU:
-        value = likely + tau * scores
-        lost = (value[:, :, 1:] >= value[:, :, :1]) & differs
-        numbers[f"choice{tau:g}"] = ~lost.any(-1) & real
-    return numbers
+    def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
+        """Eq. bon_loss, summed over the blocks: −s(clean) + log Σ exp s(slot).
 
+        With beam negatives a block counts only if its clean text is a candidate. The mean over those of the group
+        stands for all its blocks; a group without any teaches nothing. Which blocks count is known only after the
+        proposal, so the processes that share a group add up their counts here.
+        """
+        clean = self.frozen_clean_half(parts, batch)
+        logits = self.proposal(parts, batch, clean, step.passes)
+        made = self.sampled_slots if self.negatives == "sampled" else self.beam_slots
+        slots = made(logits, batch, step)
+        real = self._real(batch)
+        counted = real & (slots.target >= 0)
+        losses = block_losses(slots, self.score_slots(parts, batch, clean, slots))
+        summed = torch.where(counted, losses, 0.0).sum()
+        if self.negatives == "sampled":  # every block counts
+            return summed
+        count = step.total(torch.stack([real.sum(), counted.sum()]))
+        return summed * (count[0] / count[1].clamp_min(1))
 
-def frozen_clean_half(model: Transformer, batch: Batch, config: MethodConfig) -> CleanHalf:
-    """The clean text as a cache, run once for the drafts and for all slots (M7)."""
-    with torch.no_grad():
-        return clean_half(model, batch, config.block_size)
+    def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
+        """Over all blocks, whatever the negatives of the training were:
 
+        - `loss`: NCE against draws from the proposal; `rank_accuracy`: how often no draw that differs from the clean
+          text scores as high; `true_negatives`: how many blocks have a draw that differs;
+        - `found`: how often the clean text is among the beam's candidates; `choice0`, `choice0.1`, `choice1`: how often
+          it has the highest ℓ + τ·s of the candidates and itself, for these τ. τ = 0 is the proposal without a scorer.
+        """
+        clean, real = self.frozen_clean_half(parts, batch), self._real(batch)
+        logits = self.proposal(parts, batch, clean, step.passes)
+        slots = self.sampled_slots(logits, batch, step)
+        scores = self.score_slots(parts, batch, clean, slots)
+        wrong = (scores[:, :, 1:] >= scores[:, :, :1]) & self._differs(slots)
+        numbers = {
+            "loss": torch.where(real, block_losses(slots, scores), 0.0),
+            "rank_accuracy": ~wrong.any(-1) & real,
+            "true_negatives": self._differs(slots).any(-1) & real,
+            **self._choices(parts, batch, clean, logits),
+        }
+        return {name: value.sum() for name, value in numbers.items()}
 
-def proposal(model: Transformer, batch: Batch, clean: CleanHalf, config: MethodConfig, passes: int) -> Logits:
-    """Logits (R, L) of the last of `passes` passes from the blank draft: the distribution of the candidates."""
-    with torch.no_grad():
-        draft = initial_draft(model, batch, config, None)
-        for _ in range(passes):
-            logits, draft = refine(model, clean, draft, config)
-    return logits
+    def _choices(self, parts: Parts, batch: Batch, clean: CleanHalf, logits: Logits) -> dict[str, Tensor]:
+        """The part of `validate` about the choice among {clean text, beam candidates}, for every block."""
+        real = self._real(batch)
+        beam = self.beam_slots(logits, batch)
+        ids = torch.cat([batch.tokens[:, None], beam.ids], dim=1)
+        prob = _probability(logits, ids)
+        valid = torch.cat([torch.ones_like(beam.valid[..., :1]), beam.valid], dim=-1)
+        slots = Slots(ids, self.feedback_weight(prob), torch.zeros_like(real, dtype=torch.int64), valid)
+        scores = self.score_slots(parts, batch, clean, slots)  # (R, L/B, S)
+        likely = self._by_block(prob).clamp_min(1e-38).log().sum(-1)
+        differs = self._differs(slots)
+        numbers = {"found": ~differs.all(-1) & real}
+        for tau in VALIDATED_TAU:
+            value = likely + tau * scores
+            lost = (value[:, :, 1:] >= value[:, :, :1]) & differs
+            numbers[f"choice{tau:g}"] = ~lost.any(-1) & real
+        return numbers
 
+    def frozen_clean_half(self, parts: Parts, batch: Batch) -> CleanHalf:
+        """The clean text as a cache, run once for the drafts and for all slots (M7)."""
+        with torch.no_grad():
+            return clean_half(parts.backbone, batch, self.block_size)
 
-def sampled_slots(logits: Logits, batch: Batch, config: MethodConfig, step: Step) -> Slots:
-    """The clean text in slot 0 and `num_negatives` independent draws from the proposal `logits`."""
-    row = step.row.to(batch.tokens.device)[:, None, None]
-    place = torch.arange(batch.tokens.shape[1], device=row.device)[:, None]
-    number = torch.arange(config.num_negatives, device=row.device)
-    point = uniform(Purpose.NEGATIVES, step.seed, step.step, row, place, number)  # (R, L, n)
-    ids, prob = (part.transpose(1, 2) for part in logits.map(_truth_and_draws, batch.tokens, point))
-    first = torch.zeros_like(_real(batch, config), dtype=torch.int64)
-    valid = torch.ones_like(first, dtype=torch.bool)[..., None].expand(-1, -1, ids.shape[1])
-    return Slots(ids, feedback_weight(prob, config), first, valid)
+    def proposal(self, parts: Parts, batch: Batch, clean: CleanHalf, passes: int) -> Logits:
+        """Logits (R, L) of the last of `passes` passes from the blank draft: the distribution of the candidates."""
+        with torch.no_grad():
+            draft = self.blank_draft(parts.backbone, batch)
+            for _ in range(passes):
+                logits, draft = self.refine(parts.backbone, clean, draft)
+        return logits
+
+    def sampled_slots(self, logits: Logits, batch: Batch, step: Step) -> Slots:
+        """The clean text in slot 0 and `num_negatives` independent draws from the proposal `logits`."""
+        row = step.row.to(batch.tokens.device)[:, None, None]
+        place = torch.arange(batch.tokens.shape[1], device=row.device)[:, None]
+        number = torch.arange(self.num_negatives, device=row.device)
+        point = uniform(Purpose.NEGATIVES, step.seed, step.step, row, place, number)  # (R, L, n)
+        ids, prob = (part.transpose(1, 2) for part in logits.map(_truth_and_draws, batch.tokens, point))
+        first = torch.zeros_like(self._real(batch), dtype=torch.int64)
+        valid = torch.ones_like(first, dtype=torch.bool)[..., None].expand(-1, -1, ids.shape[1])
+        return Slots(ids, self.feedback_weight(prob), first, valid)
+
+    def beam_slots(self, logits: Logits, batch: Batch, step: Step | None = None) -> Slots:
+        """The ablation of M9: beam candidates and no extra slot: a block counts only if its clean text is one of them.
+
+        Nothing is random here, so `step` is ignored.
+        """
+        size, width = self.block_size, 1 + self.num_negatives
+        top = likeliest(logits, (-1, size), runner_up=True)
+        free = torch.ones_like(top.ids, dtype=torch.bool)
+        swaps = torch.full_like(top.ids[:, 0], size)
+        found = marginal_cost_beam(top, free, width=width, swaps=swaps, most_swaps=size)
+        clean = batch.tokens.view(-1, 1, size)
+        hit = (found.ids == clean).all(-1) & found.valid  # (blocks, S)
+        target = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
+        shape = (batch.tokens.shape[0], -1, width, size)
+        ids, alpha = (part.view(shape).transpose(1, 2).flatten(2) for part in (found.ids, found.alpha))
+        valid = found.valid.view(batch.tokens.shape[0], -1, width)
+        return Slots(ids, self.feedback_weight(alpha), target.view(batch.tokens.shape[0], -1), valid)
+
+    def score_slots(self, parts: Parts, batch: Batch, clean: CleanHalf, slots: Slots) -> Tensor:
+        """One packed forward [slot_1 | ... | slot_S] over the clean text, then the scorer: scores (R, L/B, S)."""
+        assert parts.scorer is not None
+        hidden = self._packed_hidden(parts, batch, clean, slots)
+        with torch.no_grad():
+            embedding = parts.backbone.embed_tokens(slots.ids)
+        rows, count, length, width = hidden.shape
+        blocks = (rows, count, length // self.block_size, self.block_size)
+        counted = (batch.document >= 0)[:, None].expand(-1, count, -1).reshape(-1, self.block_size)
+        hidden, embedding = (part.reshape(*blocks, width).flatten(0, 2) for part in (hidden, embedding))
+        scores: Tensor = parts.scorer(hidden, embedding, counted).view(blocks[:3])
+        return scores.transpose(1, 2)
+
+    def _packed_hidden(self, parts: Parts, batch: Batch, clean: CleanHalf, slots: Slots) -> Tensor:
+        """The scorer's soft channel (R, S, L, D) of all slots, which do not see each other; without gradient."""
+        rows, count, length = slots.ids.shape
+        text = clean_tokens(batch.document, batch.position, self.block_size)
+        repeat = (1, count)
+        slot = torch.arange(count, device=batch.tokens.device).repeat_interleave(length).expand(rows, -1)
+        document, position = batch.document.repeat(repeat), batch.position.repeat(repeat)
+        draft = draft_tokens(document, position, self.block_size, slot)
+        mask = make_mask(draft, concat(text, draft), parts.backbone.backend)
+        with torch.no_grad():
+            x = self.embed(parts.backbone, slots.ids.flatten(1), slots.alpha.flatten(1))
+            out: Forward = parts.backbone(x, position, mask, clean.past)
+        assert parts.scorer is not None
+        soft = parts.scorer.soft_channel(parts.backbone, out, position, mask, clean.past[-1])
+        return soft.view(rows, count, length, -1)
+
+    def _real(self, batch: Batch) -> Tensor:
+        """Which blocks are text and not padding, (R, L/B) bool."""
+        return (batch.document >= 0)[:, :: self.block_size]
+
+    def _differs(self, slots: Slots) -> Tensor:
+        """Which slots after the first hold another text than the first, (R, L/B, S-1)."""
+        blocks = self._by_block(slots.ids)
+        return (blocks[:, :, 1:] != blocks[:, :, :1]).any(-1) & slots.valid[:, :, 1:]
+
+    def _by_block(self, ids: Tensor) -> Tensor:
+        """Slots (R, S, L) as (R, L/B, S, B)."""
+        rows, count, _ = ids.shape
+        return ids.view(rows, count, -1, self.block_size).transpose(1, 2)
+
+    def work(self, one: Work, passes: int) -> float:
+        """Forwards of the clean half, the passes and the slots; the scorer is small beside them."""
+        text = one.layers + one.attention
+        return text + passes * sum(one) + (1 + self.num_negatives) * text
+
+    # -- decoding ----------------------------------------------------------------------------------------------------
+
+    def check(self, parts: Parts, request: DecodeConfig, prompt: Sequence[int]) -> None:
+        """Refuse a request that cannot be decoded."""
+        require(parts.scorer is not None, "the model has no scorer; train one with method.name=best-of-n")
+        require(
+            request.swaps <= self.block_size,
+            f"swaps is {request.swaps}, more than a block has positions; use 0 to {self.block_size}",
+        )
+        super().check(parts, request, prompt)
+
+    def off_device(self, parts: Parts, request: DecodeConfig) -> str:
+        """Why a request cannot be decoded by passes that stay on the GPU, or nothing."""
+        if parts.scorer is not None and parts.scorer.last_layer is not None:
+            return "the scorer has a last layer of its own"
+        return "it samples its candidates" if request.candidates == "sampled" else super().off_device(parts, request)
+
+    def limits(self, requests: Sequence[DecodeConfig]) -> Limits:
+        """The most that these requests ask of a forward."""
+        width, swaps = (max((getattr(r, key) for r in requests), default=0) for key in ("width", "swaps"))
+        draws = any(r.candidates == "sampled" for r in requests)
+        return super().limits(requests)._replace(width=max(1, width), swaps=swaps, draws=draws)
+
+    def candidates(self, state: DecodeState, limits: Limits, count: int | None = None) -> Candidates:
+        """The cheapest changes to each draft, or draws from what the last pass predicted (M10)."""
+        found = propose(state.draft, state.search, width=limits.width, swaps=limits.swaps)
+        if state.probs is not None:
+            drawn = sample(state.draft, state.probs, state.search, state.position, width=limits.width)
+            found = merge_candidates(state.search.sampled, found, drawn)
+        if count is None:
+            count = int(found.valid.sum(-1).max())  # the valid ones come first; a blank draft has one
+        found = Candidates(*(part[:, :count] for part in found))
+        return found._replace(alpha=self.feedback_weight(found.alpha))
+
+    def choose(self, parts: Parts, state: DecodeState, candidates: Candidates, soft: Tensor | None) -> Choice:
+        """argmax of ℓ + τ·s, with Gumbel noise where the request asks for it."""
+        if soft is None:
+            return super().choose(parts, state, candidates, soft)
+        rows, count, size = candidates.ids.shape
+        assert parts.scorer is not None
+        embedding = parts.backbone.embed_tokens(candidates.ids).flatten(0, 1)
+        counted = torch.ones_like(candidates.ids, dtype=torch.bool).flatten(0, 1)
+        score = parts.scorer(soft.reshape(rows * count, size, -1), embedding, counted).view(rows, count)
+        place = torch.stack([state.begin, state.draft.passes], dim=-1)
+        winner = choose(candidates, score, state.search, place)
+        return Choice(winner, candidates.log_prob + state.search.tau[:, None] * score)
+
+    def predict(self, logits: Tensor, sampling: Sampling | None, position: Tensor) -> Prediction:
+        """A token and its runner-up for every position of logits (R, B, V)."""
+        return predict(logits, sampling, position, runner_up=True)
 
 
 def _truth_and_draws(logits: Tensor, truth: Tensor, point: Tensor) -> tuple[Tensor, ...]:
     """The true tokens (n,) and those drawn at uniform `point`s (n, S-1), and the probability of each: (n, S)."""
-    share = logits.softmax(-1)
-    ids = torch.cat([truth[:, None], draw(share, point)], dim=1)
-    return ids, share.gather(-1, ids)
+    probs = logits.softmax(-1)
+    ids = torch.cat([truth[:, None], draw(probs, point)], dim=1)
+    return ids, probs.gather(-1, ids)
 
 
 def _probability(logits: Logits, ids: Tensor) -> Tensor:
@@ -156,75 +319,7 @@ def _gathered(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     return (logits.softmax(-1).gather(-1, ids),)
 
 
-def beam_slots(logits: Logits, batch: Batch, config: MethodConfig, step: Step | None = None) -> Slots:
-    """The ablation of M9: beam candidates and no extra slot, so a block counts only if its clean text is among them.
-
-    Nothing is random here: `step` has no part in it.
-    """
-    size, width = config.block_size, 1 + config.num_negatives
-    top = likeliest(logits, (-1, size), runner_up=True)
-    free = torch.ones_like(top.ids, dtype=torch.bool)
-    swaps = torch.full_like(top.ids[:, 0], size)
-    found = marginal_cost_beam(top, free, width=width, swaps=swaps, most_swaps=size)
-    clean = batch.tokens.view(-1, 1, size)
-    hit = (found.ids == clean).all(-1) & found.valid  # (blocks, S)
-    target = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
-    shape = (batch.tokens.shape[0], -1, width, size)
-    ids, alpha = (part.view(shape).transpose(1, 2).flatten(2) for part in (found.ids, found.alpha))
-    valid = found.valid.view(batch.tokens.shape[0], -1, width)
-    return Slots(ids, feedback_weight(alpha, config), target.view(batch.tokens.shape[0], -1), valid)
-
-
-def score_slots(model: Transformer, batch: Batch, clean: CleanHalf, slots: Slots, config: MethodConfig) -> Tensor:
-    """One packed forward [slot_1 | ... | slot_S] over the clean text, then the scorer: scores (R, L/B, S)."""
-    scorer = model.scorer
-    assert isinstance(scorer, Scorer)
-    hidden = _packed_hidden(model, scorer, batch, clean, slots, config)
-    with torch.no_grad():
-        embedding = model.embed_tokens(slots.ids)
-    rows, count, length, width = hidden.shape
-    blocks = (rows, count, length // config.block_size, config.block_size)
-    counted = (batch.document >= 0)[:, None].expand(-1, count, -1).reshape(-1, config.block_size)
-    hidden, embedding = (part.reshape(*blocks, width).flatten(0, 2) for part in (hidden, embedding))
-    scores: Tensor = scorer(hidden, embedding, counted).view(blocks[:3])
-    return scores.transpose(1, 2)
-
-
-def _packed_hidden(
-    model: Transformer, scorer: Scorer, batch: Batch, clean: CleanHalf, slots: Slots, config: MethodConfig
-) -> Tensor:
-    """The scorer's soft channel (R, S, L, D) of all slots, which do not see each other. The backbone learns nothing."""
-    rows, count, length = slots.ids.shape
-    text = clean_tokens(batch.document, batch.position, config.block_size)
-    repeat = (1, count)
-    slot = torch.arange(count, device=batch.tokens.device).repeat_interleave(length).expand(rows, -1)
-    document, position = batch.document.repeat(repeat), batch.position.repeat(repeat)
-    draft = draft_tokens(document, position, config.block_size, slot)
-    mask = make_mask(draft, concat(text, draft), model.backend)
-    with torch.no_grad():
-        x = soft_embedding(model, slots.ids.flatten(1), slots.alpha.flatten(1), rescale=config.rescale)
-        out: Forward = model(x, position, mask, clean.past)
-    return scorer.soft_channel(model, out, position, mask, clean.past[-1]).view(rows, count, length, -1)
-
-
 def block_losses(slots: Slots, scores: Tensor) -> Tensor:
     """−log softmax of the clean slot among the valid ones, (R, L/B) fp32; without meaning where there is none."""
     scores = scores.float().masked_fill(~slots.valid, float("-inf"))
     return -scores.log_softmax(-1).gather(-1, slots.target.clamp_min(0)[..., None])[..., 0]
-
-
-def _real(batch: Batch, config: MethodConfig) -> Tensor:
-    """Which blocks are text and not padding, (R, L/B) bool."""
-    return (batch.document >= 0)[:, :: config.block_size]
-
-
-def _differs(slots: Slots, config: MethodConfig) -> Tensor:
-    """Which slots after the first hold another text than the first, (R, L/B, S-1)."""
-    blocks = _by_block(slots.ids, config)
-    return (blocks[:, :, 1:] != blocks[:, :, :1]).any(-1) & slots.valid[:, :, 1:]
-
-
-def _by_block(ids: Tensor, config: MethodConfig) -> Tensor:
-    """Slots (R, S, L) as (R, L/B, S, B)."""
-    rows, count, _ = ids.shape
-    return ids.view(rows, count, -1, config.block_size).transpose(1, 2)

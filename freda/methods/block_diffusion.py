@@ -8,65 +8,72 @@ reveals the positions of probability η or more, and at least its share of what 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.methods.config import MethodConfig
-from freda.methods.draft import Draft, Prediction, Rules, advance, clean_half, draft_logits, label_loss, soft_embedding
-from freda.methods.method import Step
+from freda.errors import require
+from freda.methods.draft import Draft, Prediction, Rules, advance, clean_half, draft_logits, label_loss
+from freda.methods.method import Method, Step
 from freda.methods.noise import Purpose, uniform
-from freda.model.transformer import Transformer
-
-DRAFTS = True
-REFINES = False
-SCORES = False
+from freda.model.parts import Parts
+from freda.sections import knob
 
 
-def labels(batch: Batch, config: MethodConfig) -> Tensor:
-    """Every token, the EOS fill too: the model learns to close a block."""
-    return batch.document >= 0
+@dataclass(frozen=True, kw_only=True)
+class BlockDiffusion(Method):
+    """Masked diffusion over blocks."""
 
+    name: str = field(default="block-diffusion", init=False)
+    noise_min: float = knob(1e-3, "least noise level t of a block")
+    noise_max: float = knob(1.0, "greatest noise level t of a block")
 
-def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
-    """Eq. mdm_objective: cross-entropy on masked positions, weighted by 1/t."""
-    level, masked = noise(batch, config, step)
-    clean = clean_half(model, batch, config.block_size)
-    x = soft_embedding(model, batch.tokens, 1.0 - masked.float())
-    return label_loss(draft_logits(model, x, clean), batch, masked / level)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            0 < self.noise_min <= self.noise_max <= 1,
+            f"method.noise_min {self.noise_min} and noise_max {self.noise_max} must satisfy 0 < min <= max <= 1",
+        )
 
+    def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
+        """Eq. mdm_objective: cross-entropy on masked positions, weighted by 1/t."""
+        level, masked = self.noise(batch, step)
+        return self._label_loss(parts, batch, 1.0 - masked.float(), masked / level)
 
-def noise(batch: Batch, config: MethodConfig, step: Step) -> tuple[Tensor, Tensor]:
-    """The noise level t of each token's block and which tokens are masked, each (R, L)."""
-    row = step.row.to(batch.tokens.device)[:, None]
-    place = torch.arange(batch.tokens.shape[1], device=row.device)
-    level = uniform(Purpose.NOISE_LEVEL, step.seed, step.step, row, place // config.block_size)
-    level = config.noise_min + (config.noise_max - config.noise_min) * level
-    masked = uniform(Purpose.MASKING, step.seed, step.step, row, place) < level
-    return level, masked
+    def noise(self, batch: Batch, step: Step) -> tuple[Tensor, Tensor]:
+        """The noise level t of each token's block and which tokens are masked, each (R, L)."""
+        row = step.row.to(batch.tokens.device)[:, None]
+        place = torch.arange(batch.tokens.shape[1], device=row.device)
+        level = uniform(Purpose.NOISE_LEVEL, step.seed, step.step, row, place // self.block_size)
+        level = self.noise_min + (self.noise_max - self.noise_min) * level
+        masked = uniform(Purpose.MASKING, step.seed, step.step, row, place) < level
+        return level, masked
 
+    def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
+        """The training loss, a bound on the negative log-likelihood if all noise levels are used; that of pass 1."""
+        blank = self._label_loss(parts, batch, torch.zeros_like(batch.tokens).float())
+        return {"loss": self.loss(parts, batch, step), "pass1": blank}
 
-def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:
-    """The training loss (which bounds the negative log-likelihood if all noise levels are used) and that of pass 1."""
-    clean = clean_half(model, batch, config.block_size)
-    x = soft_embedding(model, batch.tokens, torch.zeros_like(batch.tokens).float())
-    blank = label_loss(draft_logits(model, x, clean), batch)
-    return {"loss": loss(model, batch, config, step), "pass1": blank}
+    def _label_loss(self, parts: Parts, batch: Batch, alpha: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+        """The loss of one pass over the true text, shown with weights `alpha` (R, L) against BLANK."""
+        clean = clean_half(parts.backbone, batch, self.block_size)
+        x = self.embed(parts.backbone, batch.tokens, alpha)
+        return label_loss(draft_logits(parts.backbone, x, clean), batch, weights)
 
+    def rows(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """Revealed tokens as they are, BLANK elsewhere."""
+        return draft.ids, draft.committed.float()
 
-def rows(draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:
-    """Revealed tokens as they are, BLANK elsewhere."""
-    return draft.ids, draft.committed.float()
-
-
-def update(draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
-    """Reveal what is sure enough, and at least ceil(masked / passes left) positions."""
-    masked = ~draft.committed
-    confidence = torch.where(masked, prediction.prob, -1.0)
-    passes_left = (rules.passes - draft.passes).clamp_min(1)
-    quota = (masked.sum(-1) + passes_left - 1) // passes_left
-    rank = confidence.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    reveal = masked & ((confidence >= rules.threshold[:, None]) | (rank < quota[:, None]))
-    ids, prob = torch.where(reveal, prediction.ids, draft.ids), torch.where(reveal, prediction.prob, draft.prob)
-    shown = prediction._replace(ids=ids, prob=prob)
-    return advance(draft, shown, draft.committed | reveal, rules)
+    def update(self, draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
+        """Reveal what is sure enough, and at least ceil(masked / passes left) positions."""
+        masked = ~draft.committed
+        confidence = torch.where(masked, prediction.prob, -1.0)
+        passes_left = (rules.passes - draft.passes).clamp_min(1)
+        quota = (masked.sum(-1) + passes_left - 1) // passes_left
+        rank = confidence.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        reveal = masked & ((confidence >= rules.threshold[:, None]) | (rank < quota[:, None]))
+        ids, prob = torch.where(reveal, prediction.ids, draft.ids), torch.where(reveal, prediction.prob, draft.prob)
+        shown = prediction._replace(ids=ids, prob=prob)
+        return advance(draft, shown, draft.committed | reveal, rules)

@@ -14,7 +14,6 @@ Shapes: N blocks, B tokens per block, C candidates, S subsets.
 from __future__ import annotations
 
 import functools
-import itertools
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +24,48 @@ from freda.methods.noise import Purpose, gumbel, uniform
 
 
 @functools.cache
-def subsets(block_size: int, most: int) -> tuple[tuple[int, ...], ...]:
-    """All sets of at most `most` positions: the empty one, then by size, then in dictionary order."""
-    sizes = range(min(most, block_size) + 1)
-    return tuple(itertools.chain.from_iterable(itertools.combinations(range(block_size), size) for size in sizes))
+def contenders(block_size: int, width: int, most: int) -> tuple[tuple[int, ...], ...]:
+    """The sets of at most `most` positions that can be among the `width` cheapest, whatever the costs are.
+
+    Positions are named by rank, the cheapest being 0. Moving a position of a set to a lower rank, or dropping one,
+    never raises the cost, so a set can be among the `width` cheapest only if fewer than `width` others can be reached
+    from it that way. A best-first search from the empty set finds them: `width` bounds their number, not the 2^B sets
+    that there are. Sorted by size, then in dictionary order.
+    """
+    below: dict[tuple[int, ...], set[tuple[int, ...]]] = {(): {()}}  # each kept set: those it is never cheaper than
+    level: list[tuple[int, ...]] = [()]
+    while level:
+        grown = {child for chosen in level for child in _above(chosen, block_size) if len(child) <= most}
+        level = []
+        for chosen in sorted(grown):
+            lower = _below(chosen)
+            if all(one in below for one in lower):
+                reached = {chosen}.union(*(below[one] for one in lower))
+                if len(reached) <= width:
+                    below[chosen] = reached
+                    level.append(chosen)
+    return tuple(sorted(below, key=lambda chosen: (len(chosen), chosen)))
+
+
+def _above(chosen: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    """The sets one step dearer: a position moved up a rank, or the cheapest added."""
+    added = [(0, *chosen)] if 0 not in chosen and size > 0 else []
+    free = [rank for rank in chosen if rank + 1 < size and rank + 1 not in chosen]
+    return added + [tuple(sorted({*chosen, rank + 1} - {rank})) for rank in free]
+
+
+def _below(chosen: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The sets one step cheaper: a position moved down a rank, or the cheapest dropped."""
+    dropped = [chosen[1:]] if chosen[0] == 0 else []
+    free = [rank for rank in chosen if rank > 0 and rank - 1 not in chosen]
+    return dropped + [tuple(sorted({*chosen, rank - 1} - {rank})) for rank in free]
 
 
 @functools.cache
-def _switched(block_size: int, most: int, device: torch.device) -> Tensor:
-    """The same as a mask, (S, B). Made once: a CUDA graph cannot copy from the host."""
-    chosen = subsets(block_size, most)
-    return torch.tensor([[place in one for place in range(block_size)] for one in chosen], device=device)
+def _switched(block_size: int, width: int, most: int, device: torch.device) -> Tensor:
+    """`contenders` as a mask over ranks, (S, B). Made once: a CUDA graph cannot copy from the host."""
+    chosen = contenders(block_size, width, most)
+    return torch.tensor([[rank in one for rank in range(block_size)] for one in chosen], device=device)
 
 
 def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidates:
@@ -49,16 +79,16 @@ def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidat
     return found._replace(valid=found.valid & (rank < search.width[:, None]))
 
 
-def sample(draft: Draft, share: Tensor, search: Search, position: Tensor, *, width: int) -> Candidates:
-    """`search.width` draws from `share` (N, B, V), the distribution that the last pass gave; the distinct ones.
+def sample(draft: Draft, probs: Tensor, search: Search, position: Tensor, *, width: int) -> Candidates:
+    """`search.width` draws from `probs` (N, B, V), the distribution that the last pass gave; the distinct ones.
 
     `width` bounds those of `search`. Noise belongs to (seed, position, pass, number), `position` being (N, B). A draft
     without a pass has one candidate, itself.
     """
-    number = torch.arange(width, device=share.device)
+    number = torch.arange(width, device=probs.device)
     counters = (search.seed[:, None, None], position[..., None], draft.passes[:, None, None], number)
-    drawn = draw(share, uniform(Purpose.CANDIDATES, *counters))  # (N, B, C)
-    prob = share.gather(-1, drawn).transpose(1, 2)
+    drawn = draw(probs, uniform(Purpose.CANDIDATES, *counters))  # (N, B, C)
+    prob = probs.gather(-1, drawn).transpose(1, 2)
     fixed = (draft.given | (draft.passes == 0)[:, None])[:, None]
     ids = torch.where(fixed, draft.ids[:, None], drawn.transpose(1, 2))  # (N, C, B)
     alpha = torch.where(fixed, draft.prob[:, None], prob)
@@ -93,22 +123,23 @@ def choose(candidates: Candidates, scores: Tensor, search: Search, place: Tensor
 def marginal_cost_beam(top: Prediction, free: Tensor, *, width: int, swaps: Tensor, most_swaps: int) -> Candidates:
     """Algorithm 4: switch a set of at most `swaps` (N,) free positions to their second token; the `width` cheapest.
 
-    The cost of a set is the log-probability it loses. Equal costs keep the order of `subsets`, so the unchanged draft
-    comes first. A token that sampling took against the odds stays: its runner-up would be the likelier one, and
-    switching back would undo the temperature. `most_swaps` bounds `swaps` without reading it from the device.
+    The cost of a set is the log-probability it loses. Of equally cheap sets the smaller comes first, so the unchanged
+    draft is the first candidate. A token that sampling took against the odds stays: its runner-up would be the likelier
+    one, and switching back would undo the temperature. `most_swaps` bounds `swaps` without reading it from the device.
     """
-    switched = _switched(free.shape[1], most_swaps, free.device)  # (S, B)
+    switched = _switched(free.shape[1], width, most_swaps, free.device)  # (S, B) over ranks
     loss = top.prob.log() - top.second_prob.log()
     loss = torch.where(free & (top.second_prob > 0) & (top.second_prob <= top.prob), loss, torch.inf)
-    cost = torch.where(switched, loss[:, None], 0.0).sum(-1)  # (N, S)
+    ranked, place = loss.sort(dim=-1, stable=True)  # (N, B)
+    cost = torch.where(switched, ranked[:, None], 0.0).sum(-1)  # (N, S)
     cost = torch.where(switched.sum(-1) <= swaps[:, None], cost, torch.inf)
     kept, order = cost.sort(dim=-1, stable=True)
-    missing = max(
-        0, width - len(switched)
-    )  # fewer subsets than asked for: the rest repeats the first, and is not valid
+    missing = max(0, width - len(switched))  # fewer sets than asked for: the rest repeats the first, and is not valid
     kept = F.pad(kept[:, :width], (0, missing), value=torch.inf)
     order = F.pad(order[:, :width], (0, missing), value=0)
-    return _switch(top, free, switched[order], kept.isfinite())
+    rank = place.argsort(dim=-1)  # (N, B): of each position
+    chosen = switched[order].gather(-1, rank[:, None].expand(-1, width, -1))  # (N, C, B) over positions
+    return _switch(top, free, chosen, kept.isfinite())
 
 
 def _switch(top: Prediction, free: Tensor, switched: Tensor, valid: Tensor) -> Candidates:

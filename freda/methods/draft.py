@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.methods.config import MethodConfig
 from freda.methods.noise import Purpose, gumbel
 from freda.model.attention import Mask, make_mask
 from freda.model.head import Logits
@@ -124,11 +123,6 @@ def leftmost_run(confident: Tensor) -> Tensor:
     return confident.cumprod(-1).bool()
 
 
-def feedback_weight(prob: Tensor, config: MethodConfig) -> Tensor:
-    """α of shown tokens of probability `prob` (M5): that probability, or 1 with hard feedback. BLANK's 0 stays 0."""
-    return (prob > 0).float() if config.feedback == "hard" else prob
-
-
 def soft_embedding(model: Transformer, ids: Tensor, alpha: Tensor, *, rescale: bool = False) -> Tensor:
     """Eq. soft_prediction_embedding: α·E(x̂) + (1−α)·E(BLANK), (..., D). Exact at α = 0 and α = 1.
 
@@ -165,11 +159,11 @@ def predict(
     return Prediction(ids, prob, second.indices, second.values.exp())
 
 
-def draw(share: Tensor, point: Tensor) -> Tensor:
-    """Tokens (..., S) drawn from `share` (..., V), by inverting the distribution at uniform `point`s (..., S)."""
-    heights = share.cumsum(-1)
+def draw(probs: Tensor, point: Tensor) -> Tensor:
+    """Tokens (..., S) drawn from `probs` (..., V), by inverting the distribution at uniform `point`s (..., S)."""
+    heights = probs.cumsum(-1)
     drawn = torch.searchsorted(heights, point * heights[..., -1:])
-    return drawn.clamp_max(share.shape[-1] - 1)
+    return drawn.clamp_max(probs.shape[-1] - 1)
 
 
 def _sampled_logits(logits: Tensor, sampling: Sampling, position: Tensor) -> Tensor:

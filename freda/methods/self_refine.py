@@ -8,11 +8,15 @@ more is committed, recomputed after each pass, and until the block closes every 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
 import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.methods.config import MethodConfig
+from freda.decode.config import DecodeConfig
+from freda.errors import require
 from freda.methods.draft import (
     CleanHalf,
     Draft,
@@ -22,7 +26,6 @@ from freda.methods.draft import (
     clean_half,
     draft_logits,
     draw,
-    feedback_weight,
     label_loss,
     leftmost_run,
     likeliest,
@@ -30,50 +33,151 @@ from freda.methods.draft import (
     soft_embedding,
     start,
 )
-from freda.methods.method import Step
+from freda.methods.method import NEVER, Method, Step, Work
 from freda.methods.noise import Purpose, uniform
 from freda.model.head import Logits
+from freda.model.parts import Parts
 from freda.model.transformer import Transformer
+from freda.sections import knob
 
-DRAFTS = True
-REFINES = True
-SCORES = False
 COMMITTED_IN_TRAINING = 0.9  # η of the `committed_hard` ablation while training
 VALIDATION_PASSES = 4
 
 
-def labels(batch: Batch, config: MethodConfig) -> Tensor:
-    """Every token, the EOS fill too: the model learns to close a block."""
-    return batch.document >= 0
+@dataclass(frozen=True, kw_only=True)
+class Refining(Method):
+    """Drafts that are shown to the model again: what self-refinement and Best-of-N have in common."""
+
+    refines: ClassVar[bool] = True
+
+    passes: int = knob(3, "most passes in training, K; a step runs t ~ Unif{1..K}")
+    feedback: Literal["soft", "hard"] = knob("soft", "what the next pass sees of a prediction", stored=True)
+    rescale: bool = knob(False, "rescale the soft embedding to its expected norm (DMax)", stored=True)
+    committed_hard: bool = knob(False, "show committed positions as hard tokens", stored=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.passes >= 1, f"method.passes is {self.passes}; use 1 or more")
+
+    @property
+    def training_passes(self) -> int:
+        """K."""
+        return self.passes
+
+    def feedback_weight(self, prob: Tensor) -> Tensor:
+        """α of shown tokens of probability `prob` (M5): that, or 1 with hard feedback; BLANK's 0 stays 0."""
+        return (prob > 0).float() if self.feedback == "hard" else prob
+
+    def embed(self, backbone: Transformer, ids: Tensor, alpha: Tensor) -> Tensor:
+        """Eq. soft_prediction_embedding, (..., D)."""
+        return soft_embedding(backbone, ids, alpha, rescale=self.rescale)
+
+    def rows(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """Eq. soft_prediction_embedding's α (M5): the probability of the shown token; 1 for given tokens."""
+        alpha = self.feedback_weight(draft.prob)
+        if self.committed_hard:
+            alpha = torch.where(draft.committed, 1.0, alpha)
+        return draft.ids, alpha
+
+    def update(self, draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
+        """Take over the whole prediction, except where tokens were given; commit the leftmost sure run (M11, M12)."""
+        prediction = prediction._replace(
+            ids=torch.where(draft.given, draft.ids, prediction.ids),
+            prob=torch.where(draft.given, 1.0, prediction.prob),
+        )
+        committed = leftmost_run(draft.given | (prediction.prob >= rules.threshold[:, None]))
+        return advance(draft, prediction, committed, rules)
+
+    def off_device(self, parts: Parts, request: DecodeConfig) -> str:
+        """Why a request cannot be decoded by passes that stay on the GPU, or nothing."""
+        return "method.rescale is on" if self.rescale else super().off_device(parts, request)
+
+    def blank_draft(self, backbone: Transformer, batch: Batch) -> Draft:
+        """Blank blocks for all of packed rows, (N, B) with N = R·L/B."""
+        tokens = batch.tokens.view(-1, self.block_size)
+        return start(tokens, torch.zeros_like(tokens, dtype=torch.bool), backbone.blank_id)
+
+    def pass_logits(self, backbone: Transformer, clean: CleanHalf, draft: Draft) -> Logits:
+        """One pass over the drafts of all blocks of packed rows, (R, L)."""
+        ids, alpha = (part.view_as(clean.position) for part in self.rows(draft))
+        return draft_logits(backbone, self.embed(backbone, ids, alpha), clean)
+
+    def refined(self, draft: Draft, prediction: Prediction) -> Draft:
+        """Drafts of packed rows after a prediction. Teacher-forced drafts never close: they get all their passes."""
+        eta = COMMITTED_IN_TRAINING if self.committed_hard else NEVER
+        threshold = torch.full_like(draft.passes, eta, dtype=torch.float32)
+        draft = self.update(draft, prediction, Rules(draft.passes + 2, threshold, draft.ids.new_empty(0)))
+        return draft._replace(closed=torch.zeros_like(draft.closed))
+
+    def refine(self, backbone: Transformer, clean: CleanHalf, draft: Draft) -> tuple[Logits, Draft]:
+        """One greedy pass over the drafts of all blocks of packed rows: its logits (R, L) and the drafts it leaves."""
+        logits = self.pass_logits(backbone, clean, draft)
+        return logits, self.refined(draft, likeliest(logits, draft.ids.shape))
 
 
-def loss(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> Tensor:
-    """Eq. self_refine_loss after t−1 passes without gradient (M6, M7): nothing is kept of them but the draft."""
-    clean = clean_half(model, batch, config.block_size)
-    draft = initial_draft(model, batch, config, step)
-    with torch.no_grad():
-        for _ in range(step.passes - 1):
-            _, draft = refine(model, clean, draft, config, step)
-    return label_loss(pass_logits(model, clean, draft, config), batch)
+@dataclass(frozen=True, kw_only=True)
+class SelfRefine(Refining):
+    """Training on the model's own multi-pass drafts."""
 
+    name: str = field(default="self-refine", init=False)
+    drafts: Literal["greedy", "sampled"] = knob("greedy", "tokens of the drafts that training passes leave")
+    replacement: Literal["iid", "prefix"] = knob("iid", "which blanks show the truth in the first draft")
+    replacement_start: float = knob(0.3, "share of blanks that show the truth at the start")
+    replacement_end: float = knob(0.1, "the same share from half of the run on")
 
-def refine(
-    model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig, step: Step | None = None
-) -> tuple[Logits, Draft]:
-    """One pass over the drafts of all blocks of packed rows: its logits (R, L) and the drafts it leaves.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("replacement_start", "replacement_end"):
+            require(0 <= getattr(self, name) <= 1, f"method.{name} is {getattr(self, name)}; use 0 to 1")
 
-    The drafts are greedy, as decoding makes them, unless a training `step` wants them drawn (`drafts = "sampled"`).
-    """
-    logits = pass_logits(model, clean, draft, config)
-    if step is not None and config.drafts == "sampled":
-        prediction = sampled(logits, draft, step)
-    else:
-        prediction = likeliest(logits, draft.ids.shape)
-    never = torch.full_like(draft.passes, 2, dtype=torch.float32)
-    threshold = torch.full_like(never, COMMITTED_IN_TRAINING) if config.committed_hard else never
-    rules = Rules(draft.passes + 2, threshold, draft.ids.new_empty(0))
-    draft = update(draft, prediction, rules)
-    return logits, draft._replace(closed=torch.zeros_like(draft.closed))  # teacher-forced drafts never end early
+    def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
+        """Eq. self_refine_loss after t−1 passes without gradient (M6, M7): nothing is kept of them but the draft."""
+        backbone = parts.backbone
+        clean = clean_half(backbone, batch, self.block_size)
+        draft = self.initial_draft(backbone, batch, step)
+        with torch.no_grad():
+            for _ in range(step.passes - 1):
+                draft = self.training_pass(backbone, clean, draft, step)
+        return label_loss(self.pass_logits(backbone, clean, draft), batch)
+
+    def training_pass(self, backbone: Transformer, clean: CleanHalf, draft: Draft, step: Step) -> Draft:
+        """The drafts after a pass: greedy, as decoding makes them, or with `drafts = "sampled"` drawn from it."""
+        if self.drafts == "greedy":
+            return self.refine(backbone, clean, draft)[1]
+        return self.refined(draft, sampled(self.pass_logits(backbone, clean, draft), draft, step))
+
+    def initial_draft(self, backbone: Transformer, batch: Batch, step: Step) -> Draft:
+        """Blank blocks, some positions of which show the truth while training (M8)."""
+        draft, shown = self.blank_draft(backbone, batch), self.replaced(batch, step)
+        return draft._replace(ids=torch.where(shown, batch.tokens.view_as(draft.ids), draft.ids), prob=shown.float())
+
+    def replaced(self, batch: Batch, step: Step) -> Tensor:
+        """Which positions of the first draft show their true token, (N, B)."""
+        row = step.row.to(batch.tokens.device)[:, None]
+        place = torch.arange(batch.tokens.shape[1], device=row.device)
+        point = uniform(Purpose.REPLACEMENT, step.seed, step.step, row, place)
+        shown = (point < self.replacement_share(step.progress)).view(-1, self.block_size)
+        if self.replacement == "prefix":  # as many as independent draws show, but from the left: a prompt's tail
+            shown = torch.arange(self.block_size, device=row.device) < shown.sum(-1, keepdim=True)
+        return shown
+
+    def replacement_share(self, progress: float) -> float:
+        """r: falls linearly over the first half of the run, then stays."""
+        return self.replacement_start + (self.replacement_end - self.replacement_start) * min(1.0, 2 * progress)
+
+    def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
+        """Loss and token accuracy of each pass from blank drafts over clean text."""
+        backbone = parts.backbone
+        clean, draft = clean_half(backbone, batch, self.block_size), self.blank_draft(backbone, batch)
+        numbers: dict[str, Tensor] = {}
+        for index in range(1, VALIDATION_PASSES + 1):
+            logits, draft = self.refine(backbone, clean, draft)
+            numbers[f"pass{index}"], numbers[f"accuracy{index}"] = right_tokens(logits, batch)
+        return {"loss": numbers[f"pass{min(self.passes, VALIDATION_PASSES)}"], **numbers}
+
+    def work(self, one: Work, passes: int) -> float:
+        """The pass with gradient, and the forwards of those without."""
+        return super().work(one, passes) + (passes - 1) * sum(one)
 
 
 def sampled(logits: Logits, draft: Draft, step: Step) -> Prediction:
@@ -88,68 +192,7 @@ def sampled(logits: Logits, draft: Draft, step: Step) -> Prediction:
 
 
 def _drawn(logits: Tensor, point: Tensor) -> tuple[Tensor, ...]:
-    """Of logits (n, V): the tokens at uniform points (n,), and their probabilities."""
-    share = logits.softmax(-1)
-    ids = draw(share, point[:, None])
-    return ids[:, 0], share.gather(-1, ids)[:, 0]
-
-
-def pass_logits(model: Transformer, clean: CleanHalf, draft: Draft, config: MethodConfig) -> Logits:
-    """One pass over the drafts of all blocks of packed rows, (R, L)."""
-    ids, alpha = (part.view_as(clean.position) for part in rows(draft, config))
-    return draft_logits(model, soft_embedding(model, ids, alpha, rescale=config.rescale), clean)
-
-
-def initial_draft(model: Transformer, batch: Batch, config: MethodConfig, step: Step | None) -> Draft:
-    """Blank blocks, some positions of which show the truth while training (M8). (N, B) with N = R·L/B."""
-    tokens = batch.tokens.view(-1, config.block_size)
-    draft = start(tokens, torch.zeros_like(tokens, dtype=torch.bool), model.blank_id)
-    if step is None:
-        return draft
-    shown = replaced(batch, config, step)
-    return draft._replace(ids=torch.where(shown, tokens, draft.ids), prob=shown.float())
-
-
-def replaced(batch: Batch, config: MethodConfig, step: Step) -> Tensor:
-    """Which positions of the first draft show their true token, (N, B)."""
-    row = step.row.to(batch.tokens.device)[:, None]
-    place = torch.arange(batch.tokens.shape[1], device=row.device)
-    point = uniform(Purpose.REPLACEMENT, step.seed, step.step, row, place)
-    shown = (point < replacement_share(config, step.progress)).view(-1, config.block_size)
-    if config.replacement == "prefix":  # as many as independent draws show, but from the left: a prompt's tail
-        shown = torch.arange(config.block_size, device=row.device) < shown.sum(-1, keepdim=True)
-    return shown
-
-
-def replacement_share(config: MethodConfig, progress: float) -> float:
-    """r: falls linearly over the first half of the run, then stays."""
-    return config.replacement_start + (config.replacement_end - config.replacement_start) * min(1.0, 2 * progress)
-
-
-def validate(model: Transformer, batch: Batch, config: MethodConfig, step: Step) -> dict[str, Tensor]:
-    """Loss and token accuracy of each pass from blank drafts over clean text."""
-    clean = clean_half(model, batch, config.block_size)
-    draft = initial_draft(model, batch, config, None)
-    numbers: dict[str, Tensor] = {}
-    for index in range(1, VALIDATION_PASSES + 1):
-        logits, draft = refine(model, clean, draft, config)
-        numbers[f"pass{index}"], numbers[f"accuracy{index}"] = right_tokens(logits, batch)
-    return {"loss": numbers[f"pass{min(config.passes, VALIDATION_PASSES)}"], **numbers}
-
-
-def rows(draft: Draft, config: MethodConfig) -> tuple[Tensor, Tensor]:
-    """Eq. soft_prediction_embedding's α (M5): the probability of the shown token; 1 for given tokens."""
-    alpha = feedback_weight(draft.prob, config)
-    if config.committed_hard:
-        alpha = torch.where(draft.committed, 1.0, alpha)
-    return draft.ids, alpha
-
-
-def update(draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
-    """Take over the whole prediction, except where tokens were given; commit the leftmost sure run (M11, M12)."""
-    prediction = prediction._replace(
-        ids=torch.where(draft.given, draft.ids, prediction.ids),
-        prob=torch.where(draft.given, 1.0, prediction.prob),
-    )
-    committed = leftmost_run(draft.given | (prediction.prob >= rules.threshold[:, None]))
-    return advance(draft, prediction, committed, rules)
+    """From logits (n, V), the tokens at uniform points (n,), and their probabilities."""
+    probs = logits.softmax(-1)
+    ids = draw(probs, point[:, None])
+    return ids[:, 0], probs.gather(-1, ids)[:, 0]

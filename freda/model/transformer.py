@@ -3,7 +3,7 @@
 It maps embeddings to hidden states and knows no noise, no rank and no request: the mask says who sees whom, and `past`
 holds the keys and values of text that came before. The forward returns the keys and values of the tokens it was given,
 so the caller decides what to keep: training uses those of the clean half for every pass over the draft, decoding
-writes those of a committed block into its cache. Module names are the Hugging Face names (see `weights`).
+writes those of a committed block into its cache. Module names are the Hugging Face names (see `folders.hugging_face`).
 
 Shapes: R rows, T tokens, K keys, D width, H heads, C head width, V vocabulary.
 """
@@ -38,7 +38,7 @@ class Forward(NamedTuple):
 
     hidden: Tensor  # (R, T, D) after the final norm
     new: list[KeysValues]  # of the tokens, in every layer
-    beneath: Tensor  # (R, T, D): what the last layer was given; a scorer may have a last layer of its own
+    beneath: Tensor  # (R, T, D): what the last layer was given
 
 
 class RMSNorm(nn.Module):
@@ -85,11 +85,13 @@ class Attention(nn.Module):
     def _project(self, x: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values of x (R, T, D), before their norms.
 
-        Over many tokens on a GPU in one product: that with a grouped key's or value's matrix alone is too narrow and
-        runs at half the rate. Over few, copying the matrices side by side would cost more than it gains.
+        Over many tokens on a GPU in one product: one with a grouped key's or value's matrix alone is too narrow and
+        runs at half the rate. Over few, copying the matrices side by side would cost more than it gains. A wrapped
+        layer (an adapter, for instance) is always called as the module it is.
         """
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        if not x.is_cuda or x.shape[0] * x.shape[1] < ONE_PRODUCT:
+        plain = all(type(part) is nn.Linear for part in parts)
+        if not plain or not x.is_cuda or x.shape[0] * x.shape[1] < ONE_PRODUCT:
             return [part(x) for part in parts]
         bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
         together = F.linear(x, torch.cat([part.weight for part in parts]), bias)
@@ -147,7 +149,6 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.scorer: nn.Module | None = None  # Best-of-N: a `Scorer`; the forward does not use it
         self.lm_head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
 
@@ -162,11 +163,11 @@ class Transformer(nn.Module):
         return Forward(self.norm(x), new, beneath)
 
     def head(self, hidden: Tensor) -> Logits:
-        """Logits over the ids below BLANK of hidden states (..., D), to be computed as far as they are wanted."""
+        """Logits over the ids below BLANK of hidden states (..., D), computed lazily."""
         return Logits(hidden, self.head_weight[: aligned(self.blank_id, self.config.vocab_size)], self.blank_id)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """All of them: fp32, (..., D) to (..., blank_id)."""
+        """Logits of hidden states (..., D) over all ids below BLANK: fp32, (..., blank_id)."""
         return self.head(hidden).all()
 
     @property

@@ -1,4 +1,4 @@
-"""Checkpoints: a model folder plus what training needs to go on as if it had never stopped.
+"""Checkpoints: a model folder plus what training needs to continue as if it had never stopped.
 
     config.json, tokenizer files          as in every model folder
     model.safetensors                     all weights; with N processes model-0000i-of-0000N.safetensors and an index
@@ -37,16 +37,16 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from freda.data.tokenizer import Tokenizer
 from freda.errors import AgreedError, FredaError
-from freda.files import PART, beside, flush, write_whole, written_beside
-from freda.methods.config import MethodConfig
-from freda.model.tensors import save_tensors
-from freda.model.transformer import Transformer
-from freda.model.weights import SCORER_FILE, hugging_face_name, write_files
+from freda.files import PART, beside, flush, read_json, write_whole, written_beside
+from freda.folders.hugging_face import hugging_face_name
+from freda.folders.model_folder import About, part_file, write_files
+from freda.folders.tensors import save_tensors
+from freda.model.config import ModelConfig
+from freda.model.parts import BACKBONE, Parts, stored_name
+from freda.train.optim import MOMENTS
 from freda.train.parallel import Ranks, own_part
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 CHECKSUMS, OPTIMIZER, DAMAGED = "checksums.json", "optimizer", ".damaged"
 # Each file of moments is put together in memory before it is written, which holds up all threads: training beside stood
 # still for up to 0.2 s with files of 256 MB, for 2.0 s with 2 GB (H200, 8.6 GB of moments, torch 2.11).
@@ -55,13 +55,16 @@ BYTES_PER_FILE = 2**28
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # it may be
 
 
+Weight = tuple[str, str]  # a part, and the name of a weight in it
+
+
 class Snapshot(NamedTuple):
     """A copy of the state after a step, which nothing changes any more."""
 
     step: int
     validation: float | None  # loss, where there was a validation at this step
-    weights: dict[str, Tensor]  # those that this rank writes, whole, by their names in the model
-    files: dict[str, str]  # of every weight, on whatever rank: the file that holds it
+    weights: dict[Weight, Tensor]  # those that this rank writes, whole
+    files: dict[Weight, str]  # the file that holds each weight, on whatever rank
     moments: dict[str, Tensor]  # this rank's part of all
 
 
@@ -70,31 +73,31 @@ class Staging:
     5.8 s into new memory; the first time takes 4.5 s (H200)."""
 
     def __init__(self) -> None:
-        self._weights: dict[str, Tensor] = {}
+        self._weights: dict[Weight, Tensor] = {}
         self._moments = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
 
     def take(
-        self, model: Transformer, optimizer: torch.optim.AdamW, ranks: Ranks, step: int, validation: float | None
+        self, parts: Parts, optimizer: torch.optim.AdamW, ranks: Ranks, step: int, validation: float | None
     ) -> Snapshot:
         """Copy everything that the steps to come will change. Sharded weights are put together one by one."""
-        state = model.state_dict()
-        files = weight_files({name: tensor.nbytes for name, tensor in state.items()}, ranks.world)
-        for name, tensor in state.items():
+        state = {(part, name): weight for part, name, weight in parts.weights()}
+        files = weight_files({key: tensor.nbytes for key, tensor in state.items()}, ranks.world)
+        for key, tensor in state.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if files[name][0] == ranks.rank:
-                if name not in self._weights:
-                    self._weights[name] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
-                self._weights[name].copy_(whole.detach(), non_blocking=True)
+            if files[key][0] == ranks.rank:
+                if key not in self._weights:
+                    self._weights[key] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                self._weights[key].copy_(whole.detach(), non_blocking=True)
         moments = {
             f"{moment}.{name}": optimizer.state[weight][moment]
-            for name, weight in _learning(model)
+            for name, weight in _learning(parts)
             for moment in MOMENTS
             if own_part(weight).numel()
         }
         staged: dict[str, Tensor] = self._moments.stage(moments)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return Snapshot(step, validation, self._weights, {name: file for name, (_, file) in files.items()}, staged)
+        return Snapshot(step, validation, self._weights, {key: file for key, (_, file) in files.items()}, staged)
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
@@ -107,8 +110,8 @@ class Saver:
     all, older ones are left alone, and `wait` raises the error.
     """
 
-    def __init__(self, run: Path, tokenizer: Tokenizer, method: MethodConfig, ranks: Ranks, *, keep: int) -> None:
-        self._run, self._tokenizer, self._method, self._ranks, self._keep = run, tokenizer, method, ranks, keep
+    def __init__(self, run: Path, about: About, ranks: Ranks, *, keep: int) -> None:
+        self._run, self._about, self._ranks, self._keep = run, about, ranks, keep
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -125,11 +128,11 @@ class Saver:
         """Could a checkpoint not be written? `wait` says why."""
         return self._error is not None
 
-    def start(self, model: Transformer, optimizer: torch.optim.AdamW, step: int, validation: float | None) -> None:
+    def start(self, parts: Parts, optimizer: torch.optim.AdamW, step: int, validation: float | None) -> None:
         """Copy the state and begin to write it, once the checkpoint before is written."""
         self.wait()
-        shot = self._staging.take(model, optimizer, self._ranks, step, validation)
-        self._thread = threading.Thread(target=self._work, args=(shot, model), name="checkpoint", daemon=True)
+        shot = self._staging.take(parts, optimizer, self._ranks, step, validation)
+        self._thread = threading.Thread(target=self._work, args=(shot, parts.backbone.config), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -140,13 +143,13 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def _work(self, shot: Snapshot, model: Transformer) -> None:
+    def _work(self, shot: Snapshot, shape: ModelConfig) -> None:
         try:
-            self._write(shot, model)
+            self._write(shot, shape)
         except BaseException as error:  # the loop's to handle, with the thread's traceback
             self._error = error
 
-    def _write(self, shot: Snapshot, model: Transformer) -> None:
+    def _write(self, shot: Snapshot, shape: ModelConfig) -> None:
         folder = self._run / "checkpoints" / f"step-{shot.step}"
         temporary, ranks, group = beside(folder), self._ranks, self._ranks.saving
         with contextlib.ExitStack() as stack, _cannot_write(folder):
@@ -163,29 +166,27 @@ class Saver:
                     prune(self._run, self._keep)
 
             ranks.agree(begin, group)
-            ranks.agree(lambda: self._write_weights(temporary, shot, model), group)
+            ranks.agree(lambda: self._write_weights(temporary, shot, shape), group)
             self._write_moments(temporary / OPTIMIZER, shot.moments)
             own = ranks.agree(lambda: checksums(temporary, self._own_files(temporary, shot)), group)
             every = ranks.exchange(own, group)
             ranks.agree(finish, group)
 
-    def _write_weights(self, folder: Path, shot: Snapshot, model: Transformer) -> None:
-        """This rank's file of weights; the first rank writes all that there is one of, too."""
+    def _write_weights(self, folder: Path, shot: Snapshot, shape: ModelConfig) -> None:
+        """This rank's file of weights; the first rank also writes all that there is one of."""
         by_file: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in shot.weights.items():
-            stored = name.removeprefix("scorer.") if name.startswith("scorer.") else hugging_face_name(name)
-            by_file.setdefault(shot.files[name], {})[stored] = tensor
+        for (part, name), tensor in shot.weights.items():
+            stored = hugging_face_name(name) if part == BACKBONE else name
+            by_file.setdefault(shot.files[part, name], {})[stored] = tensor
         if self._ranks.first:
-            file = shot.files["embed_tokens.weight"]
-            write_files(
-                folder, model.config, by_file.pop(file), self._tokenizer, self._method, stage="training", file=file
-            )
+            file = shot.files[BACKBONE, "embed_tokens.weight"]
+            write_files(folder, shape, by_file.pop(file), self._about, file=file)
             if self._ranks.world > 1:
                 _write_json(folder / "model.safetensors.index.json", _index(shot.files))
             _write_json(folder / "state.json", {"step": shot.step, "validation": shot.validation})
         for file, tensors in by_file.items():
             save_tensors(tensors, folder / file)
-        for file in {shot.files[name] for name in shot.weights}:
+        for file in {shot.files[key] for key in shot.weights}:
             flush(folder / file)
 
     def _write_moments(self, folder: Path, moments: dict[str, Tensor]) -> None:
@@ -208,28 +209,29 @@ class Saver:
     def _own_files(self, folder: Path, shot: Snapshot) -> list[Path]:
         """The files that this rank has written."""
         shards = list((folder / OPTIMIZER).glob(f"shard-{self._ranks.rank + 1:05d}-*"))
-        weights = {folder / shot.files[name] for name in shot.weights}
+        weights = {folder / shot.files[key] for key in shot.weights}
         others = set(folder.iterdir()) - {folder / name for name in shot.files.values()} - {folder / OPTIMIZER}
         return sorted([*shards, *weights, *(others if self._ranks.first else ())])
 
 
-def weight_files(sizes: Mapping[str, int], world: int) -> dict[str, tuple[int, str]]:
-    """The rank that writes each weight, and its file: about as many bytes for each, in order, the scorer in its own."""
-    backbone = [name for name in sizes if not name.startswith("scorer.")]
-    total, before, ranks = sum(sizes[name] for name in backbone), 0, dict[str, int]()
-    for name in backbone:
-        ranks[name] = before * world // total
-        before += sizes[name]
+def weight_files(sizes: Mapping[Weight, int], world: int) -> dict[Weight, tuple[int, str]]:
+    """The rank that writes each weight, and its file. The backbone is cut, in order, into about as many bytes for each
+    rank; every other part has one file, which the first rank writes."""
+    backbone = [key for key in sizes if key[0] == BACKBONE]
+    total, before, ranks = sum(sizes[key] for key in backbone), 0, dict[Weight, int]()
+    for key in backbone:
+        ranks[key] = before * world // total
+        before += sizes[key]
     writers = sorted(set(ranks.values()))
     files = {
-        rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors" if world > 1 else "model.safetensors"
+        rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors" if world > 1 else part_file(BACKBONE)
         for number, rank in enumerate(writers, start=1)
     }
-    return {name: (ranks[name], files[ranks[name]]) if name in ranks else (0, SCORER_FILE) for name in sizes}
+    return {key: (ranks[key], files[ranks[key]]) if key in ranks else (0, part_file(key[0])) for key in sizes}
 
 
-def _index(files: Mapping[str, str]) -> dict[str, Any]:
-    backbone = {hugging_face_name(name): file for name, file in files.items() if file != SCORER_FILE}
+def _index(files: Mapping[Weight, str]) -> dict[str, Any]:
+    backbone = {hugging_face_name(name): file for (part, name), file in files.items() if part == BACKBONE}
     return {"metadata": {}, "weight_map": backbone}
 
 
@@ -280,7 +282,7 @@ def _cannot_write(folder: Path) -> Iterator[None]:
 
 
 def resumable(run: Path, ranks: Ranks, note: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from: the newest whose files are what was written, if there is any.
+    """The checkpoint to resume from: the newest whose files are what was written, if there is any.
 
     Damaged ones are set aside, under a name that says so, and noted.
     """
@@ -295,7 +297,7 @@ def resumable(run: Path, ranks: Ranks, note: Callable[[str], None]) -> Path | No
         if not problem:
             ranks.agree(lambda folder=folder: _set_aside(damaged, folder) if ranks.first else None)  # type: ignore[misc]
             for path, what in damaged:
-                note(f"{path} is damaged ({what}) and was set aside as {path.name}{DAMAGED}; going on from {folder}")
+                note(f"{path} is damaged ({what}) and was set aside as {path.name}{DAMAGED}; resuming from {folder}")
             return folder
         damaged.append((folder, problem))
     named = "; ".join(f"{path}: {what}" for path, what in damaged)
@@ -339,11 +341,16 @@ def _set_aside(damaged: list[tuple[Path, str]], good: Path) -> None:
         shutil.rmtree(left)
 
 
-def restore(folder: Path, model: Transformer, optimizer: torch.optim.AdamW, ranks: Ranks) -> int:
-    """Load a checkpoint's optimizer state; `model` holds its weights already. Returns the number of steps done."""
-    step = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
+def steps_done(folder: Path) -> int:
+    """The number of optimizer steps behind a checkpoint."""
+    return int(read_json(folder / "state.json")["step"])
+
+
+def restore(folder: Path, parts: Parts, optimizer: torch.optim.AdamW, ranks: Ranks) -> int:
+    """Load a checkpoint's optimizer state; `parts` hold its weights already. Returns the number of steps done."""
+    step = steps_done(folder)
     wanted: dict[str, Tensor] = {}
-    for name, weight in _learning(model):
+    for name, weight in _learning(parts):
         state = {moment: torch.zeros_like(weight, memory_format=torch.preserve_format) for moment in MOMENTS}
         place = own_part(weight).device if optimizer.defaults["fused"] else "cpu"  # the fused kernel counts there
         optimizer.state[weight] = {"step": torch.tensor(float(step), device=place), **state}
@@ -377,5 +384,5 @@ def _steps(run: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def _learning(model: Transformer) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+def _learning(parts: Parts) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(stored_name(part, name), weight) for part, name, weight in parts.weights() if weight.requires_grad]

@@ -6,16 +6,19 @@ The resolved config is written beside every run (`dump`), which is enough to rep
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from freda.errors import require
-from freda.methods.config import MethodConfig
+from freda.methods import METHODS
+from freda.methods.method import Method
+from freda.methods.self_refine import SelfRefine
 from freda.model.config import ModelConfig
 from freda.sections import build, knob, read_tables, tables_as_toml, to_dict
 
-STORED_BY_0_1 = ("corpus", "mini", "prepare", "source", "benchmark", "decontaminate")
+SECTIONS_OF_0_1 = ("corpus", "mini", "prepare", "source", "benchmark", "decontaminate")
+METHOD_OF_0_1 = {field.name for method in METHODS.values() for field in fields(method)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class DataConfig:
 
     path: str = knob("", "folder of token shards made by `freda prepare`")
     seq_len: int = knob(128, "tokens per row")
-    first_row: int = knob(0, "row to begin with, in the order of the seed: a second stage goes on behind the first")
+    first_row: int = knob(0, "row to begin with, in the order of the seed: a second stage continues after the first")
 
     def __post_init__(self) -> None:
         require(self.seq_len >= 1, f"data.seq_len is {self.seq_len}; use 1 or more")
@@ -88,7 +91,7 @@ class RunConfig:
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    method: MethodConfig = MethodConfig()
+    method: Method = SelfRefine()
     train: TrainConfig = TrainConfig()
 
     def __post_init__(self) -> None:
@@ -102,10 +105,17 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> RunConfig:
     return from_dict(read_tables(path, overrides))
 
 
-def load_stored(path: Path) -> RunConfig:
-    """The config that a run wrote beside itself. Version 0.1 kept the sections of `freda prepare` in it, too."""
-    values = read_tables(path, ())
-    return from_dict({name: section for name, section in values.items() if name not in STORED_BY_0_1})
+def load_stored(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The config that a run wrote beside itself, with `section.key=value` overrides applied.
+
+    Version 0.1 wrote the sections of `freda prepare`, too, and the settings of all methods.
+    """
+    values = {name: section for name, section in read_tables(path, overrides).items() if name not in SECTIONS_OF_0_1}
+    method = values.get("method")
+    if isinstance(method, dict) and method.get("name") in METHODS:
+        own = {field.name for field in fields(METHODS[method["name"]])}
+        values["method"] = {key: value for key, value in method.items() if key in own or key not in METHOD_OF_0_1}
+    return from_dict(values)
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:

@@ -13,7 +13,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
-from freda.errors import AgreedError, FredaError, note
+from freda.errors import AgreedError, FredaError, note, require
+from freda.files import write_whole
+from freda.folders.model_folder import About
+from freda.folders.resolve import model_path
 from freda.methods.method import Step
-from freda.model.folders import model_path
 from freda.train import checkpoint
 from freda.train import config as config_module
 from freda.train.config import RunConfig
-from freda.train.flops import counted, step_flops
+from freda.train.flops import counted
 from freda.train.metrics import MetricsFile, ProgressLine
 from freda.train.optim import clip_and_update, learning_rate, pass_numbers, total_norm
 from freda.train.parallel import Ranks, own_part, release
@@ -54,17 +56,26 @@ def check_unused(folder: Path) -> None:
     """A new run must not mix with what is there."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FredaError(
-            f"{folder} is not empty; go on with it by: freda train --resume {folder}, or choose another folder"
+            f"{folder} is not empty; resume it with: freda train --resume {folder}, or choose another folder"
         )
 
 
-def resume_run(folder: Path) -> RunConfig:
-    """The config of an existing run."""
+def resume_run(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of an existing run. Of all settings only `train.steps` can be overridden, to extend the run."""
     if not folder.is_dir():
         raise FredaError(f"there is no run folder {folder}")
     if not (folder / "config.toml").is_file():
         raise FredaError(f"{folder} is not a run folder: it has no config.toml")
-    return config_module.load_stored(folder / "config.toml")
+    for override in overrides:
+        require(
+            override.partition("=")[0].strip() == "train.steps",
+            f"--set {override}: a resumed run keeps its settings, except for a larger train.steps; "
+            f"for other settings start a new run with train.init={folder}",
+        )
+    before, config = (config_module.load_stored(folder / "config.toml", more) for more in ((), overrides))
+    steps, asked = before.train.steps, config.train.steps
+    require(asked >= steps, f"train.steps is {asked}, but the run {folder} has {steps}; use a larger number")
+    return config
 
 
 def train(
@@ -75,18 +86,31 @@ def train(
         ranks.agree(lambda: check_unused(folder))
     config = _with_absolute_paths(config)
     saved = checkpoint.resumable(folder, ranks, note if ranks.first else lambda _: None) if resume else None
+    if saved is not None and checkpoint.steps_done(saved) >= config.train.steps:
+        return _finished(folder, saved, ranks)
     run = setup(config, saved, ranks)  # before the folder is made: a wrong config leaves nothing behind
-    done = 0 if saved is None else checkpoint.restore(saved, run.model, run.optimizer, ranks)
+    done = 0 if saved is None else checkpoint.restore(saved, run.parts, run.optimizer, ranks)
 
-    def make_folder() -> None:
-        if ranks.first and not resume:
+    def write_config() -> None:
+        if ranks.first and not (resume and resume_run(folder) == config):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(config_module.dump(run.config), encoding="utf-8")
+            write_whole(folder / "config.toml", config_module.dump(run.config))
 
-    ranks.agree(make_folder)
+    ranks.agree(write_config)
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
     with line, _stop_signals() as stop, prefetch(run, done) as run.ahead:
         return _run_steps(run, folder, done, line, stop)
+
+
+def _finished(folder: Path, saved: Path, ranks: Ranks) -> Result:
+    """The result of resuming a run that has done all its steps; says how to train longer."""
+    done = checkpoint.steps_done(saved)
+    if ranks.first:
+        note(
+            f"{folder} is already finished, at step {done}; to extend it: freda train --resume {folder} --set "
+            f"train.steps=N with N above {done}; to train from it with other settings: train.init={folder} in a new run"
+        )
+    return Result(saved, done, "", {}, 0.0)
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -102,7 +126,7 @@ def _run_steps(run: Run, folder: Path, done: int, line: ProgressLine, stop: list
     write = _metrics_writer(run, folder, done)
     validation: dict[str, float] = {}
     saved_at, longest_wait, interrupted = done, 0.0, ""
-    saver = checkpoint.Saver(folder, run.tokenizer, run.config.method, run.ranks, keep=config.keep)
+    saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), run.ranks, keep=config.keep)
     with saver:
         try:
             while done < config.steps and not (interrupted := _interruption(run, saver, stop)):
@@ -167,7 +191,7 @@ def _due(done: int, every: int, steps: int) -> bool:
 
 
 def _save(run: Run, saver: checkpoint.Saver, done: int, validation: Mapping[str, float] = MappingProxyType({})) -> None:
-    saver.start(run.model, run.optimizer, done, validation.get("loss"))
+    saver.start(run.parts, run.optimizer, done, validation.get("loss"))
 
 
 def read_batches(run: Run, step: int) -> list[Batch]:
@@ -198,7 +222,7 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     batches = [to_device(batch, run.device) for batch in read]
     losses = accumulate_gradient(run, batches, step, sum(labels))
     copies = run.root.copies if run.updates_copies else None
-    learnt = [(copies or {}).get(weight, weight) for weight in run.model.parameters()]
+    learnt = [(copies or {}).get(weight, weight) for weight in run.parts.parameters()]
     gradients = [own_part(weight.grad) for weight in learnt if weight.grad is not None]
     norm = total_norm(gradients).to(losses)
     seen = run.ranks.gather(torch.cat([losses, norm[None]])).tolist()  # the one time that the host waits
@@ -212,20 +236,20 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     by_group = [sum(group) for group in zip(*by_rank, strict=True)]
     numbers = {"loss": sum(by_group) / sum(labels), "grad_norm": norm_of_all, "lr": rate, "labels": sum(labels)}
     numbers |= {"data_wait": waited, **_speed(run, flops, waited, time.perf_counter() - begun)}
-    return {**numbers, "loss_by_passes": _by_passes(run, step, by_group, labels)} if run.method.REFINES else numbers
+    several = run.method.training_passes > 1
+    return {**numbers, "loss_by_passes": _by_passes(run, step, by_group, labels)} if several else numbers
 
 
 def _shared_counts(run: Run, step: int, read: list[Batch], waited: float) -> tuple[list[int], float, float]:
     """The labels of each group over all ranks, the useful operations of this one, and the longest wait of a rank for
     its batches. Nothing is read back from a device: batches are counted before they go there."""
     config = run.config
-    own = [int(run.method.labels(batch, config.method).sum()) for batch in read]
+    own = [int(run.method.labels(batch).sum()) for batch in read]
     told = run.ranks.tell([*own, round(waited * 1e9)])
     *labels, _ = (sum(column) for column in zip(*told, strict=True))
-    counts = [counted(batch, config.method.block_size) for batch in read]
     flops = [
-        step_flops(config.model, config.method, tokens, pairs, passes)
-        for (tokens, pairs), passes in zip(counts, _passes(run, step), strict=True)
+        run.method.flops(config.model, *counted(batch, config.method.block_size), passes)
+        for batch, passes in zip(read, _passes(run, step), strict=True)
     ]
     return labels, sum(flops), max(row[-1] for row in told) / 1e9
 
@@ -249,7 +273,7 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
     for batch, share, passes in zip(batches, run.shares, _passes(run, step), strict=True):
         row = torch.arange(share.start, share.stop)
         at = Step(seed, step, row, step / config.train.steps, passes, run.ranks.total)
-        loss = run.call(run.method.loss, batch, config.method, at)
+        loss = run.call(run.method.loss, batch, at)
         (loss / labels).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach().double())
         if not run.updates_copies:
@@ -258,7 +282,10 @@ def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) 
 
 
 def _passes(run: Run, step: int) -> list[int]:
-    return pass_numbers(run.config.train.seed, step, len(run.shares), run.config.method.passes)
+    """The number of passes of each group of a step."""
+    if run.passes:
+        return [run.passes] * len(run.shares)
+    return pass_numbers(run.config.train.seed, step, len(run.shares), run.method.training_passes)
 
 
 def _by_passes(run: Run, step: int, losses: list[float], labels: list[int]) -> dict[str, float]:
@@ -298,10 +325,10 @@ def validate(run: Run) -> dict[str, float]:
     sums, names = list[Tensor](), list[str]()
     for first in range(0, count, size):
         batch, row = _validation_share(run, first, min(size, count - first))
-        at = Step(config.train.seed, VALIDATION_STEP, row, 1.0, config.method.passes)
-        found = run.call(run.method.validate, batch, config.method, at)
+        at = Step(config.train.seed, VALIDATION_STEP, row, 1.0, run.method.training_passes)
+        found = run.call(run.method.validate, batch, at)
         names = ["labels", *found]
-        counted = run.method.labels(batch, config.method).sum()
+        counted = run.method.labels(batch).sum()
         sums.append(torch.stack([value.double() for value in (counted, *found.values())]))
     release(run.root)
     every = ranks.agree(lambda: ranks.gather(torch.stack(sums).sum(0))).sum(0).tolist()

@@ -11,23 +11,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from freda.methods.noise import Purpose, uniform
-from freda.model.transformer import Transformer
+from freda.model.parts import BACKBONE, Parts
 from freda.train.config import TrainConfig
 
 Copies = Mapping[Tensor, Tensor]  # of weights: their bf16 copies
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by the names that torch gives them
 
 
-def make_optimizer(model: Transformer, config: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:
+def make_optimizer(parts: Parts, config: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:
     """AdamW over all weights that learn; matrices decay, norms and biases do not.
 
-    A group's `scale` multiplies its rate: the backbone may learn slower than the scorer, whose own last layer counts as
-    backbone. `fused` is the library's kernel for CUDA, which reads and writes every state once.
+    A group's `scale` multiplies its rate: the backbone may learn slower than other parts; copies of its layers that
+    they hold count as backbone. `fused` is the library's kernel for CUDA, which reads and writes every state once.
     """
     kinds: dict[tuple[bool, bool], list[Tensor]] = {}
-    for name, weight in model.named_parameters():
+    for part, name, weight in parts.weights():
         if weight.requires_grad:
-            backbone = not name.startswith("scorer.") or name.startswith("scorer.last_layer.")
+            backbone = part == BACKBONE or name in parts.copied(part)
             kinds.setdefault((weight.dim() >= 2, backbone), []).append(weight)
     groups = [
         {

@@ -32,8 +32,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from freda.errors import AgreedError, FredaError, require
-from freda.model.tensors import Part
-from freda.model.transformer import Layer, Transformer
+from freda.folders.tensors import Part
+from freda.model.parts import BACKBONE, Parts
+from freda.model.transformer import Layer
 
 T = TypeVar("T")
 
@@ -138,9 +139,9 @@ def check_gpu(device: torch.device, ranks: Ranks) -> None:
 class Root(nn.Module):
     """A call of a function of the model as one module, so that it can be sharded from outside."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self.model = model
+        self.parts = parts
         self._copies: dict[Tensor, tuple[int, Tensor]] = {}  # of each weight: the version of the weight, and the copy
 
     @property
@@ -149,11 +150,11 @@ class Root(nn.Module):
         return isinstance(self, FSDPModule)
 
     def forward(self, function: Callable[..., T], *arguments: object) -> T:
-        """`function(model, *arguments)`."""
-        return function(self.model, *arguments)
+        """`function(parts, *arguments)`."""
+        return function(self.parts, *arguments)
 
     def in_bfloat16(self, function: Callable[..., T], *arguments: object) -> T:
-        """The same with bf16 copies of the weights (M17), which are kept: who updates a weight may update its copy too.
+        """`function(parts, *arguments)` with bf16 copies of the weights (M17), which are kept for the next call.
 
         The gradients of all forwards add up in the copies. Under autocast every compiled layer would cast its weights
         anew in every forward and backward, and sum the residual stream in fp32.
@@ -164,8 +165,9 @@ class Root(nn.Module):
     def _fresh_copies(self) -> dict[str, Tensor]:
         """The copies by name, those made anew whose weight has been written to since."""
         names, stale = dict[str, Tensor](), list[tuple[Tensor, Tensor]]()
-        for name, weight in self.named_parameters():
-            if _exact(name):
+        exact = self.parts.exact()
+        for name, weight in self.parts.named_parameters():
+            if name in exact:
                 continue
             version, copy = self._copies.get(weight, (-1, None))
             if copy is None:
@@ -173,7 +175,7 @@ class Root(nn.Module):
             if version != weight._version:
                 self._copies[weight] = (weight._version, copy)
                 stale.append((copy, weight))
-            names[name] = copy
+            names[f"parts.{name}"] = copy
         if stale:
             with torch.no_grad():
                 torch._foreach_copy_([copy for copy, _ in stale], [weight for _, weight in stale])
@@ -197,43 +199,42 @@ class Root(nn.Module):
                     copy.grad = None
 
 
-def _exact(name: str) -> bool:
-    """Weights that stay in fp32: the scorer's own, which is small and whose scores differ little."""
-    return ".scorer." in f".{name}." and ".last_layer." not in name
-
-
 def shard(root: Root, dtype: str, device: torch.device, ranks: Ranks, *, reshard: bool) -> None:
     """Leave each rank its part of every weight, whether it has storage yet or not. With bfloat16, weights are gathered
-    in it, the scorer's own excepted, and gradients are summed in fp32."""
+    in it, those of small parts excepted, and gradients are summed in fp32."""
     mesh = init_device_mesh(device.type, (ranks.world,))
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     policy = half if dtype == "bfloat16" else exact
-    for name, module in list(root.named_modules()):
+    names = root.parts.exact()
+    for name, module in list(root.parts.named_modules()):
         if isinstance(module, Layer):
-            own = exact if _exact(name) else policy
+            own = exact if all(f"{name}.{weight}" in names for weight, _ in module.named_parameters()) else policy
             fully_shard(module, mesh=mesh, mp_policy=own, reshard_after_forward=reshard)
-    if root.model.scorer is not None:
-        fully_shard(root.model.scorer, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+    for part, module in root.parts.named_children():
+        if part != BACKBONE:
+            fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for part in _parts(root):  # add gradients, do not average: losses are divided by the labels of all ranks already
-        part.set_force_sum_reduction_for_comms(True)
-        part.set_gradient_divide_factor(1.0)
+    for module in _sharded(
+        root
+    ):  # add gradients, do not average: losses are divided by the labels of all ranks already
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
 
 
 def release(root: Root) -> None:
     """Free gathered weights that no backward will free."""
-    for part in _parts(root):
-        part.reshard()
+    for module in _sharded(root):
+        module.reshard()
 
 
-def _parts(root: Root) -> list[FSDPModule]:
+def _sharded(root: Root) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def own_parts(model: Transformer) -> dict[str, Part]:
-    """Of every weight the rows that this rank holds, which are all where the model is not sharded."""
-    return {name: Part(own_part(weight.detach()), _first_row(weight)) for name, weight in model.named_parameters()}
+def own_rows(module: nn.Module) -> dict[str, Part]:
+    """The rows of every weight of a module that this rank holds, which are all where it is not sharded."""
+    return {name: Part(own_part(weight.detach()), _first_row(weight)) for name, weight in module.named_parameters()}
 
 
 def _first_row(weight: Tensor) -> int:

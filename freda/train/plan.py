@@ -13,7 +13,7 @@ from freda.errors import FredaError, require
 from freda.model.config import ModelConfig
 from freda.model.shapes import SHAPES, all_parameters
 from freda.train.config import RunConfig
-from freda.train.flops import step_flops, visible_pairs
+from freda.train.flops import visible_pairs
 
 # Of one H200 with the 4B shape, 2 rows of 4,096: 60% of its matmul rate. So it was with FlexAttention and the library's
 # AdamW, which packed rows and several processes use; rows of one document on one GPU reach 500 and more.
@@ -33,15 +33,14 @@ def plan_lines(config: RunConfig, *, gpus: int, tflops: float, shape_name: str =
     shape = planned_shape(config, shape_name)
     tokens = train.batch_rows * seq_len
     pairs = train.batch_rows * visible_pairs([seq_len], method.block_size)
-    by_passes = [step_flops(shape, method, tokens, pairs, t) for t in range(1, method.passes + 1)]
-    refines = method.name in ("self-refine", "best-of-n")
-    flops = sum(by_passes) / len(by_passes) if refines else by_passes[0]
+    most = method.training_passes
+    flops = sum(method.flops(shape, tokens, pairs, t) for t in range(1, most + 1)) / most
     seconds = flops / gpus / (tflops * 1e12)
     rows = train.group_rows // gpus
     lines = [
         f"model        {counted_as(all_parameters(shape), 3)} parameters",
         f"step         {train.batch_rows} rows of {seq_len}: {tokens:,} tokens; {flops_as(flops)} useful"
-        + (f", mean over 1 to {method.passes} passes" if refines else ""),
+        + (f", mean over 1 to {most} passes" if most > 1 else ""),
         f"run          {train.steps:,} steps, {counted_as(train.steps * tokens, 2)} tokens, "
         f"{flops * train.steps:.2e} FLOP",
         f"per forward  {rows} rows on each of {gpus} GPUs",
@@ -77,8 +76,8 @@ def planned_shape(config: RunConfig, name: str) -> ModelConfig:
     if not config.train.init:
         return config.model
     from freda.files import read_json
-    from freda.model.folders import resolve_model_folder
-    from freda.model.weights import model_config
+    from freda.folders.hugging_face import model_config
+    from freda.folders.resolve import resolve_model_folder
 
     try:
         return model_config(read_json(resolve_model_folder(Path(config.train.init)) / "config.json"))
@@ -89,16 +88,15 @@ def planned_shape(config: RunConfig, name: str) -> ModelConfig:
 def memory(config: RunConfig, shape: ModelConfig, gpus: int) -> dict[str, float]:
     """Bytes on each GPU by what they hold, and their sum."""
     train, weights = config.train, all_parameters(shape)
-    frozen = config.method.name == "best-of-n"
+    streams = config.method.streams
     rows = train.group_rows // gpus
     short = train.dtype == "bfloat16" and gpus == 1 and train.batch_rows == train.group_rows  # as Run.updates_copies
     learnt = 14 if short else 16  # fp32: weight, two moments and gradient, which may be bf16
-    states = weights * (4 if frozen else learnt) / gpus
+    states = weights * (learnt if streams else 4) / gpus
     gathered = 2.0 * weights if train.dtype == "bfloat16" and (gpus == 1 or not train.reshard) else 0.0
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     width = 2 if train.dtype == "bfloat16" else 4
     kept = width * (2 * shape.dim + 3 * query + 4 * key + 3 * shape.ffn_dim) * shape.layers
-    halves = 1 if config.method.name == "autoregressive" else 2
-    activations = 0.0 if frozen else float(kept) * rows * config.data.seq_len * halves * train.activations
+    activations = float(kept) * rows * config.data.seq_len * streams * train.activations
     parts = {"states": states, "bf16 copies": gathered, "activations": activations}
     return {**{name: size for name, size in parts.items() if size}, "in all": sum(parts.values())}

@@ -17,18 +17,17 @@ from freda.bench.rates import matmul_rate
 from freda.data.loader import Loader, Prefetcher, rank_rows
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
-from freda.methods import METHODS
-from freda.methods.config import MethodConfig
+from freda.folders.model_folder import fill_part, load_model
+from freda.folders.resolve import resolve_model_folder
 from freda.methods.method import Method
 from freda.model.attention import pick_backend
 from freda.model.config import ModelConfig
-from freda.model.folders import resolve_model_folder
+from freda.model.parts import BACKBONE, Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, pick_device, rotary_frequencies
-from freda.model.weights import fill_model, load_model
 from freda.train.config import RunConfig
 from freda.train.optim import make_optimizer
-from freda.train.parallel import Ranks, Root, check_gpu, own_parts, shard
+from freda.train.parallel import Ranks, Root, check_gpu, own_rows, shard
 
 T = TypeVar("T")
 
@@ -38,8 +37,7 @@ class Run:
     """Everything a step needs."""
 
     config: RunConfig
-    method: Method
-    model: Transformer
+    parts: Parts
     tokenizer: Tokenizer
     rows: Loader
     validation_rows: Loader
@@ -50,6 +48,12 @@ class Run:
     shares: list[range] = field(init=False)  # this rank's rows of each group, numbered within the step
     ahead: Prefetcher | None = None  # None: a step reads its batches itself
     matmul_rate: float = 0.0  # of the device, operations a second; 0: not measured
+    passes: int = 0  # that every group runs, for a bench; 0: numbers drawn for each step
+
+    @property
+    def method(self) -> Method:
+        """What is trained."""
+        return self.config.method
 
     def __post_init__(self) -> None:
         train = self.config.train
@@ -57,13 +61,13 @@ class Run:
 
     @property
     def updates_copies(self) -> bool:
-        """Do bf16 copies of the weights keep their gradients until the update, which writes weight and copy? Not where
-        several groups add up: their sum wants fp32."""
+        """Whether bf16 copies of the weights keep their gradients until the update, which writes weight and copy. Not
+        where several groups add up: their sum needs fp32."""
         alone = not self.root.sharded and len(self.shares) == 1
         return alone and self.device.type == "cuda" and self.config.train.dtype == "bfloat16"
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """`function(model, *arguments)` in the run's precision; several processes gather the weights in it."""
+        """`function(parts, *arguments)` in the run's precision; several processes gather the weights in it."""
         if self.config.train.dtype == "bfloat16" and not self.root.sharded:
             return self.root.in_bfloat16(function, *arguments)
         result: T = self.root(function, *arguments)
@@ -74,7 +78,7 @@ class Origin(NamedTuple):
     """Where the weights of a run come from."""
 
     folder: Path | None  # a model folder; None: from the seed
-    new_scorer: bool = False  # the folder has none: it comes from the seed
+    new: frozenset[str] = frozenset()  # parts that the folder does not have: from the seed
 
 
 def setup(config: RunConfig, resume_from: Path | None = None, ranks: Ranks = Ranks()) -> Run:
@@ -82,40 +86,32 @@ def setup(config: RunConfig, resume_from: Path | None = None, ranks: Ranks = Ran
     device = pick_device(config.train.device)
     run, origin = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
     if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
-        compile_layers(run.model, config.train.activations)
+        compile_layers(run.parts.backbone, config.train.activations)
     if ranks.world > 1:
         shard(run.root, config.train.dtype, device, ranks, reshard=config.train.reshard)
     run.root.to_empty(device=device)
-    ranks.agree(lambda: fill(run.model, origin, config.train.seed))
+    ranks.agree(lambda: fill(run.parts, origin, config.train.seed))
     fused = device.type == "cuda" and not run.updates_copies
-    run.optimizer = make_optimizer(run.model, config.train, fused=fused)  # over what each rank has
+    run.optimizer = make_optimizer(run.parts, config.train, fused=fused)  # over what each rank has
     if device.type == "cuda":
         run.matmul_rate = matmul_rate(device, torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32)
     return run
 
 
 @torch.no_grad()
-def fill(model: Transformer, origin: Origin, seed: int) -> None:
-    """Give a model that has nothing but storage its weights; of a sharded one, this rank's part of each."""
-    for module in (model, model.scorer):
-        if module is not None:  # buffers that are never stored
-            module.inv_freq = rotary_frequencies(model.config).to(model.inv_freq.device)
-    parts = own_parts(model)
-    if origin.folder is None:
-        for name, whole in model.random_weights(seed):
-            parts[name].tensor.copy_(parts[name].of(whole))
-        return
-    stored = {name: part for name, part in parts.items() if not (origin.new_scorer and name.startswith("scorer."))}
-    fill_model(origin.folder, stored)
-    if origin.new_scorer:
-        assert isinstance(model.scorer, Scorer)
-        for name, whole in model.scorer.random_weights(seed):
-            part = parts[f"scorer.{name}"]
-            part.tensor.copy_(part.of(whole))
-        if model.scorer.last_layer is not None:  # as the backbone's, whose rows are cut alike
-            for name, _ in model.scorer.last_layer.named_parameters():
-                beneath = parts[f"layers.{model.config.layers - 1}.{name}"]
-                parts[f"scorer.last_layer.{name}"].tensor.copy_(beneath.tensor)
+def fill(parts: Parts, origin: Origin, seed: int) -> None:
+    """Give a model that has nothing but storage its weights; a rank of several, its rows of each."""
+    rows = {part: own_rows(module) for part, module in parts.named_children()}
+    for part, module in parts.named_children():
+        assert isinstance(module, Transformer | Scorer)
+        module.inv_freq = rotary_frequencies(parts.backbone.config).to(parts.device)  # a buffer that is never stored
+        if origin.folder is not None and part not in origin.new:
+            fill_part(origin.folder, part, rows[part])
+            continue
+        for name, whole in module.random_weights(seed):
+            rows[part][name].tensor.copy_(rows[part][name].of(whole))
+        for name, source in parts.copied(part).items():  # whose rows are cut alike
+            rows[part][name].tensor.copy_(rows[BACKBONE][source].tensor)
 
 
 def compile_layers(model: Transformer, activations: float) -> None:
@@ -144,59 +140,32 @@ def _assemble(config: RunConfig, resume_from: Path | None, device: torch.device,
         align % block == 0,
         f"method.block_size {block} does not divide the shards' align {align}; prepare them with align={block}",
     )
-    model, tokenizer, origin = _initial_model(config, resume_from)
-    model.backend = pick_backend(config.train.attention, device)
+    parts, tokenizer, origin = _initial_model(config, resume_from)
+    parts.backbone.backend = pick_backend(config.train.attention, device)
     rows.check_tokenizer(tokenizer)
-    method = METHODS[config.method.name]
-    if method.SCORES:
-        origin = origin._replace(new_scorer=_freeze_for_scorer(model, config))
-    else:
-        model.scorer = None  # it judged the drafts of a backbone that is about to change
     run = Run(
-        config=replace(config, model=model.config),  # what the run has, not what was asked for
-        method=method,
-        model=model,
+        config=replace(config, model=parts.backbone.config),  # what the run has, not what was asked for
+        parts=parts,
         tokenizer=tokenizer,
         rows=rows,
         validation_rows=Loader(shards, "validation", seq_len=seq_len, seed=seed),
         device=device,
-        root=Root(model),
+        root=Root(parts),
         ranks=ranks,
     )
     return run, origin
 
 
-def _freeze_for_scorer(model: Transformer, config: RunConfig) -> bool:
-    """Stage II: only the scorer learns; a model without one gets a new one. Did it?"""
-    require(bool(config.train.init), "train.init is empty; best-of-n starts from a self-refine model")
-    model.requires_grad_(False)
-    wanted = config.method.scorer_layer
-    new = model.scorer is None
-    if new:
-        with torch.device("meta"):
-            model.scorer = Scorer(model.config, last_layer=wanted)
-    assert isinstance(model.scorer, Scorer)
-    require(
-        (model.scorer.last_layer is not None) == wanted,
-        f"method.scorer_layer is {str(wanted).lower()}, but the scorer of {config.train.init} was trained otherwise; "
-        f"set it to {str(not wanted).lower()}, or start from the self-refine model",
-    )
-    model.scorer.requires_grad_(True)
-    return new
-
-
-def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Transformer, Tokenizer, Origin]:
+def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, Tokenizer, Origin]:
     """The checkpoint, the model to start from, or a new one: in this order. Without storage, but fit to be filled."""
-    if resume_from is not None:
-        loaded = load_model(resume_from, "meta")
-        return loaded.model, loaded.tokenizer, Origin(resume_from)
-    if config.train.init:
-        folder = resolve_model_folder(Path(config.train.init))  # once: a run may write its next checkpoint meanwhile
+    method, init = config.method, config.train.init
+    if resume_from is not None or init:
+        folder = resume_from or resolve_model_folder(Path(init))  # once: a run may write its next checkpoint meanwhile
         loaded = load_model(folder, "meta")
-        _check_shape(config.model, loaded.model.config)
-        if METHODS[config.method.name].SCORES:
-            _check_proposer(config, loaded.method)
-        return loaded.model, loaded.tokenizer, Origin(folder)
+        if resume_from is None:
+            _check_shape(config.model, loaded.backbone.config)
+        new = method.start_from(loaded.parts, None if resume_from else loaded.method, init)
+        return loaded.parts, loaded.tokenizer, Origin(folder, frozenset(new))
     tokenizer = Tokenizer.load(Path(config.data.path))
     shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=tokenizer.size)
     require(
@@ -204,28 +173,17 @@ def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Transfo
         f"model.vocab_size {shape.vocab_size} is below the tokenizer's {tokenizer.size}; use 0 to take the tokenizer's",
     )
     with torch.device("meta"):
-        model = Transformer(shape, tokenizer.blank_id)
-    return model, tokenizer, Origin(None)
-
-
-def _check_proposer(config: RunConfig, found: MethodConfig) -> None:
-    """A scorer judges the drafts of the model it starts from, so it must see them as that model does."""
-    init = config.train.init
-    require(
-        METHODS[found.name].REFINES,
-        f"train.init {init} was trained as {found.name}; best-of-n starts from a self-refine model",
-    )
-    for key in ("block_size", "feedback", "rescale", "committed_hard"):
-        asked, trained = getattr(config.method, key), getattr(found, key)
-        require(asked == trained, f"method.{key} is {asked}, but {init} was trained with {trained}; use the same")
+        parts = Parts(Transformer(shape, tokenizer.blank_id))
+    method.start_from(parts, None, "")
+    return parts, tokenizer, Origin(None)
 
 
 def _check_shape(asked: ModelConfig, found: ModelConfig) -> None:
-    """A [model] section beside `train.init` must not say something else than the checkpoint."""
+    """A [model] section beside `train.init` must not contradict the checkpoint."""
     asked = replace(asked, vocab_size=asked.vocab_size or found.vocab_size)
     if asked not in (found, replace(ModelConfig(), vocab_size=found.vocab_size)):  # the latter: none was given
         key = next(key for key, value in vars(asked).items() if value != getattr(found, key))
         raise FredaError(
             f"model.{key} is {getattr(asked, key)}, but the model of train.init has {getattr(found, key)}; "
-            f"leave the [model] section away"
+            f"omit the [model] section"
         )

@@ -1,8 +1,8 @@
 """GGUF files, the format of llama.cpp, read as Hugging Face checkpoints.
 
 Weights are dequantised one tensor at a time. The metadata is read here and not through `transformers`, whose reader
-needs one more package, forgets the head width of Qwen3 and the rotary scaling of Llama 3, and builds another tokenizer
-from one version to the next. Three things differ from a Hugging Face checkpoint and are undone:
+needs one more package, ignores the head width of Qwen3 and the rotary scaling of Llama 3, and builds a different
+tokenizer in every version. Three things differ from a Hugging Face checkpoint and are undone:
 
 - Llama's query and key rows are stored in the order of the original rotary pairing;
 - Llama-3 scaling is a tensor of factors instead of four numbers;
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freda.errors import FredaError, missing_package
+from freda.errors import FredaError, missing_package, require
+from freda.folders.hugging_face import FAMILIES, family_of, model_config
+from freda.folders.sources import Checkpoint
 from freda.model.config import ModelConfig
-from freda.model.convert import Checkpoint
 from freda.model.transformer import rotary_frequencies
-from freda.model.weights import EMBEDDING, FAMILIES, HEAD, family_of, model_config
 
 CONFIG_KEYS = {  # Hugging Face name: GGUF name below the architecture
     "hidden_size": "embedding_length",
@@ -57,12 +57,15 @@ MODULES = {  # GGUF name: Hugging Face name
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-ROPE_FACTORS = "rope_freqs.weight"
+GGUF_EMBEDDING, GGUF_HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # stored types that are not quantised
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+INSTEAD = "convert the Hugging Face checkpoint instead"
 SAME_MATRIX = 0.98  # cosine above which two quantised matrices are copies of one
 ROWS_COMPARED = 4096
 
+ENDS = ("<|im_end|>", "<|endoftext|>")  # files of Qwen name one of them and mean both
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's token types
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -74,18 +77,17 @@ SPLITS = {  # llama.cpp's name of a pre-tokenizer: the expression that cuts text
 
 
 def read_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
-    """The checkpoint in a GGUF file. Without `dtype`, float weights keep theirs and quantised ones become bfloat16."""
+    """Read a GGUF file. Without `dtype`, float weights keep theirs and quantised ones become bfloat16."""
     reader = _open(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    if "tokenizer.ggml.tokens" not in fields:
-        raise FredaError("the file has no tokenizer; convert the Hugging Face checkpoint instead")
+    require("tokenizer.ggml.tokens" in fields, f"the file has no tokenizer; {INSTEAD}")
+    dtype = dtype or _float_type(stored)
+    notes = [*_dequantisation(stored, dtype), *_tie_copies(stored)]
     config = _config(fields, stored)
     tokenizer_json, settings = _tokenizer_json(fields), _settings(fields)
-    stops = [fields[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in fields]
-    tensors = _tensors(stored, model_config(config), dtype or _float_type(stored))
-    notes = _tie_copies(config, tensors)
-    return Checkpoint(config, tensors, tokenizer_json, settings, stops, notes)
+    tensors = _tensors(stored, model_config(config), dtype)
+    return Checkpoint(config, tensors, tokenizer_json, settings, _stops(fields), notes)
 
 
 def _open(path: Path) -> Any:
@@ -99,9 +101,7 @@ def _open(path: Path) -> Any:
         raise FredaError(f"not a whole GGUF file ({error}); download it again") from None
     parts = reader.fields.get("split.count")
     if parts is not None and parts.contents() > 1:
-        raise FredaError(
-            "one part of a split model; join the parts first: llama-gguf-split --merge FIRST_PART OUT.gguf"
-        )
+        raise FredaError("one part of a split model; join all parts: llama-gguf-split --merge FIRST_PART OUT.gguf")
     return reader
 
 
@@ -109,7 +109,7 @@ def _open(path: Path) -> Any:
 
 
 def _config(fields: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json from the metadata; what the metadata leaves out is left to the defaults of `model_config`."""
+    """config.json from the metadata; `model_config` has defaults for what the metadata omits."""
     kind = str(fields.get("general.architecture"))
     values = {name: fields[f"{kind}.{key}"] for name, key in CONFIG_KEYS.items() if f"{kind}.{key}" in fields}
     if fields.get(f"{kind}.rope.scaling.type", "none") != "none":
@@ -120,7 +120,7 @@ def _config(fields: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, A
         "model_type": kind,
         "architectures": [architecture],
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": "output.weight" not in stored,
+        "tie_word_embeddings": GGUF_HEAD not in stored,
     }
     if ROPE_FACTORS in stored:
         config["rope_scaling"] = _llama3_scaling(model_config(config), _dequantised(stored[ROPE_FACTORS]))
@@ -133,7 +133,7 @@ def _llama3_scaling(config: ModelConfig, factors: Tensor) -> dict[str, Any]:
     plain = rotary_frequencies(config)
     scaled = rotary_frequencies(ModelConfig(**{**vars(config), "rope_scaling": scaling}))
     if factors.shape != plain.shape or not torch.allclose(plain / scaled, factors, rtol=1e-3):
-        raise FredaError(f"{ROPE_FACTORS} is not the scaling of Llama 3; convert the Hugging Face checkpoint instead")
+        raise FredaError(f"{ROPE_FACTORS} is not the scaling of Llama 3; {INSTEAD}")
     return scaling
 
 
@@ -141,7 +141,7 @@ def _llama3_scaling(config: ModelConfig, factors: Tensor) -> dict[str, Any]:
 
 
 def _tensors(stored: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights under their Hugging Face names."""
+    """All weights under their Hugging Face names, cast to `dtype` one by one."""
     reordered = {}  # modules whose rows llama.cpp reorders, and their heads
     if family_of(config).model_type == "llama":
         reordered = {"q_proj": config.heads, "k_proj": config.kv_heads}
@@ -158,7 +158,7 @@ def _tensors(stored: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype)
 
 
 def _hugging_face_name(name: str) -> str:
-    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`; a name that is not known stays as it is."""
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`; an unknown name is returned unchanged."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in MODULES:
         return name
@@ -171,10 +171,11 @@ def _halves_paired(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _dequantised(tensor: Any) -> Tensor:
+def _dequantised(tensor: Any, step: int = 1) -> Tensor:
+    """Every `step`-th row of a stored tensor as float32."""
     quants = importlib.import_module("gguf.quants")
     try:
-        values = quants.dequantize(tensor.data, tensor.tensor_type)
+        values = quants.dequantize(np.ascontiguousarray(tensor.data[::step]), tensor.tensor_type)
     except NotImplementedError:
         kind = tensor.tensor_type.name
         raise FredaError(f"the tensor {tensor.name} is quantised as {kind}, which cannot be read; use Q8_0") from None
@@ -182,22 +183,26 @@ def _dequantised(tensor: Any) -> Tensor:
 
 
 def _float_type(stored: Mapping[str, Any]) -> torch.dtype:
-    kinds = {"F32": torch.float32, "F16": torch.float16}
-    table = stored.get("token_embd.weight")
-    return torch.bfloat16 if table is None else kinds.get(table.tensor_type.name, torch.bfloat16)
+    """The precision of the embedding; bfloat16 if it is quantised."""
+    table = stored.get(GGUF_EMBEDDING)
+    return torch.bfloat16 if table is None else FLOATS.get(table.tensor_type.name, torch.bfloat16)
 
 
-def _tie_copies(config: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+def _dequantisation(stored: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
+    kinds = sorted({tensor.tensor_type.name for tensor in stored.values()} - FLOATS.keys())
+    return [f"{', '.join(kinds)} dequantised to {str(dtype).removeprefix('torch.')}"] if kinds else []
+
+
+def _tie_copies(stored: dict[str, Any]) -> list[str]:
     """Where embedding and head are quantised copies of one matrix, tie them again and keep the head, the finer copy."""
-    if HEAD not in tensors:
+    if GGUF_EMBEDDING not in stored or GGUF_HEAD not in stored:
         return []
-    step = max(1, len(tensors[HEAD]) // ROWS_COMPARED)
-    embedding, head = (tensors[name][::step].float().flatten() for name in (EMBEDDING, HEAD))
-    cosine = F.cosine_similarity(embedding, head, dim=0).item()
+    step = max(1, len(stored[GGUF_HEAD].data) // ROWS_COMPARED)
+    embedding, head = (_dequantised(stored[name], step).double().flatten() for name in (GGUF_EMBEDDING, GGUF_HEAD))
+    cosine = F.cosine_similarity(embedding, head, dim=0).item() if embedding.shape == head.shape else 0.0
     if cosine <= SAME_MATRIX:
         return []
-    tensors[EMBEDDING] = tensors.pop(HEAD)
-    config["tie_word_embeddings"] = True
+    stored[GGUF_EMBEDDING] = stored.pop(GGUF_HEAD)
     return [f"embedding and head are copies of one matrix (cosine {cosine:.4f}): tied again, the head's copy kept"]
 
 
@@ -205,12 +210,18 @@ def _tie_copies(config: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]
 
 
 def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What tokenizer_config.json would say."""
-    settings = {"chat_template": fields.get("tokenizer.chat_template")}
+    """The settings of tokenizer_config.json that the metadata has."""
     bos = fields.get("tokenizer.ggml.bos_token_id")
-    if bos is not None:
-        settings["bos_token"] = fields["tokenizer.ggml.tokens"][bos]
-    return settings
+    bos_token = None if bos is None else fields["tokenizer.ggml.tokens"][bos]
+    return {"chat_template": fields.get("tokenizer.chat_template"), "bos_token": bos_token}
+
+
+def _stops(fields: Mapping[str, Any]) -> list[int | str]:
+    """The tokens that end generation: the file's own, and like llama.cpp all tokens that end a turn or a document."""
+    own = [fields[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in fields]
+    types = fields.get("tokenizer.ggml.token_type", ())
+    named = zip(fields["tokenizer.ggml.tokens"], types, strict=False)
+    return own + [index for index, (token, type_) in enumerate(named) if token in ENDS and type_ == CONTROL]
 
 
 def _tokenizer_json(fields: Mapping[str, Any]) -> str:
@@ -218,10 +229,7 @@ def _tokenizer_json(fields: Mapping[str, Any]) -> str:
     kind, split = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind != "gpt2" or split not in SPLITS:
         known = ", ".join(f"gpt2/{name}" for name in SPLITS)
-        raise FredaError(
-            f"the tokenizer {kind}/{split} of a GGUF file is not supported (supported: {known}); "
-            "convert the Hugging Face checkpoint instead"
-        )
+        raise FredaError(f"the tokenizer {kind}/{split} of a GGUF file is not supported (only {known}); {INSTEAD}")
     tokens = fields["tokenizer.ggml.tokens"]
     types = fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     used = max((index + 1 for index, type_ in enumerate(types) if type_ != UNUSED), default=0)  # fill of the table
@@ -230,12 +238,9 @@ def _tokenizer_json(fields: Mapping[str, Any]) -> str:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
     if split == "qwen2":
         tokenizer.normalizer = tokenizers.normalizers.NFC()
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLITS[split]), behavior="isolated"),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    splits = tokenizers.pre_tokenizers
+    words = splits.Split(tokenizers.Regex(SPLITS[split]), behavior="isolated")
+    tokenizer.pre_tokenizer = splits.Sequence([words, splits.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     for special, type_ in ((True, CONTROL), (False, USER_DEFINED)):
         added = [token for token, kind in zip(tokens[:used], types, strict=False) if kind == type_]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from freda.errors import FredaError
 from freda.files import read_json
-from freda.model.quantize import SCALE, stays_packed, unpacked
+from freda.folders.quantize import SCALE, stays_packed, unpacked
 
 
 class Part(NamedTuple):

@@ -1,0 +1,145 @@
+"""Model folders from Hugging Face folders, from GGUF files, and from other model folders in another precision.
+
+A checkpoint of another project gets a row of the embedding table for BLANK (M4) and stays an autoregressive model until
+it is trained. No pickle is read and no code of a checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freda.data.tokenizer import Tokenizer, with_blank
+from freda.errors import require
+from freda.files import beside, located, read_json, written_beside
+from freda.folders.gguf import read_gguf
+from freda.folders.hugging_face import DTYPES, EMBEDDING, HEAD, check_tensors, dtype_name, family_of, model_config
+from freda.folders.model_folder import SCORER_FILE, About, load_model, write_files
+from freda.folders.quantize import packed
+from freda.folders.resolve import resolve_model_folder
+from freda.folders.sources import Checkpoint, read_folder
+from freda.folders.tensors import read_safetensors, save_tensors, weight_files
+from freda.methods.autoregressive import Autoregressive
+from freda.model.config import ModelConfig
+
+INT8 = "int8"
+PRECISIONS = (*DTYPES, INT8)
+BLOCK_SIZE = 4  # of a checkpoint that does not know blocks yet
+TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products are fastest with round numbers
+NEAR_ZERO = 0.1  # a BLANK row shorter than this fraction of the mean row was never trained
+
+
+def convert(
+    source: Path, target: Path, *, block_size: int | None = None, dtype: str | None = None, replace: bool = False
+) -> dict[str, Any]:
+    """Write `source` as a model folder and return a summary.
+
+    The source is a Hugging Face folder, a GGUF file, or a model or run folder of freda, which is copied. `dtype` is one
+    of `PRECISIONS`; without it weights keep theirs, but for those of a quantised GGUF file, which become bfloat16.
+    """
+    require(dtype is None or dtype in PRECISIONS, f"dtype is {dtype!r}; use one of {', '.join(PRECISIONS)}")
+    cast = DTYPES.get(dtype or "")
+    gguf = source.suffix == ".gguf" and source.is_file()
+    place = source if gguf else resolve_model_folder(source)
+    with written_beside(target, replace) as temporary, located(place):
+        config = {} if gguf else read_json(place / "config.json")
+        own = config.get("freda")
+        if isinstance(own, dict):
+            require(block_size is None, f"block_size is {block_size}, but a freda model keeps its own; omit it")
+            dtype = dtype or own.get("stored_as")
+            summary = _copy(place, config, temporary, cast)
+        else:
+            checkpoint = read_gguf(place, cast) if gguf else read_folder(place, config, cast)
+            summary = _write_checkpoint(checkpoint, temporary, block_size)
+        if dtype == INT8:
+            summary |= _store_as_int8(temporary)
+    return summary
+
+
+def _write_checkpoint(checkpoint: Checkpoint, target: Path, block_size: int | None) -> dict[str, Any]:
+    """Write another project's checkpoint as a model folder with a BLANK token."""
+    tensors, config = checkpoint.tensors, model_config(checkpoint.config)
+    if config.tied:
+        tensors.pop(HEAD, None)  # some projects store the shared matrix twice
+    check_tensors(tensors, config)
+    tokenizer = with_blank(checkpoint.tokenizer_json, checkpoint.stops, checkpoint.settings)
+    config, blank = _make_room(config, tensors, tokenizer.blank_id)
+    method = Autoregressive(block_size=BLOCK_SIZE if block_size is None else block_size)
+    write_files(target, config, tensors, About(tokenizer, method, "base"))
+    return {
+        "architecture": family_of(config).architecture,
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "dtype": dtype_name(tensors),
+        "vocab_rows": config.vocab_size,
+        "blank_id": tokenizer.blank_id,
+        "eos_id": tokenizer.eos_id,
+        **blank,
+        "notes": "; ".join(checkpoint.notes) or "none",
+    }
+
+
+def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -> tuple[ModelConfig, dict[str, Any]]:
+    """Give BLANK a row of the tables, the mean of the others if it is new or untrained; returns shape and summary.
+
+    Behind RMSNorm, a row near zero would hide α.
+    """
+    rows = config.vocab_size
+    problem = f"the tokenizer does not belong to the weights: it has {blank_id} ids, the table {rows} rows"
+    require(blank_id <= rows, problem)
+    resized = blank_id == rows
+    if resized:
+        rows = -(-(blank_id + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
+        for name in {EMBEDDING, HEAD} & tensors.keys():
+            mean = tensors[name].mean(0, dtype=torch.float32).to(tensors[name].dtype)
+            tensors[name] = torch.cat([tensors[name], mean.expand(rows - blank_id, -1)])
+    table = tensors[EMBEDDING]
+    lengths = torch.linalg.vector_norm(table[: blank_id + 1], dim=1, dtype=torch.float32)
+    untrained = bool(lengths[-1] < NEAR_ZERO * lengths[:-1].mean())
+    if untrained:
+        table[blank_id] = table[:blank_id].mean(0, dtype=torch.float32)
+    summary = {"resized": resized, "blank_row": "mean of the embeddings" if untrained or resized else "kept"}
+    return dataclasses.replace(config, vocab_size=rows), summary
+
+
+# -- copies in another precision -------------------------------------------------------------------------------------
+
+
+def _copy(folder: Path, config: dict[str, Any], target: Path, cast: torch.dtype | None) -> dict[str, Any]:
+    """Write a freda model again without what training keeps beside it; `cast` changes the precision."""
+    stage = load_model(folder, "meta").stage  # checks everything but the values
+    parameters = 0
+    for file, paths in (("model.safetensors", weight_files(folder)), (SCORER_FILE, [*folder.glob(SCORER_FILE)])):
+        tensors = read_safetensors(paths, dtype=cast)
+        parameters += sum(tensor.numel() for tensor in tensors.values())
+        if EMBEDDING in tensors:
+            config["dtype"] = dtype_name(tensors)
+        if tensors:
+            save_tensors(tensors, target / file)
+    config["freda"].pop("stored_as", None)
+    _write_config(target, config)
+    Tokenizer.load(folder).save(target)
+    described = {"architecture": config["architectures"][0], "parameters": parameters, "dtype": config["dtype"]}
+    return {**described, "method": config["freda"]["method"], "stage": stage}
+
+
+def _store_as_int8(folder: Path) -> dict[str, Any]:
+    """Replace the matrices of a model folder by int8 ones; returns the bytes of its weights before and after."""
+    files = sorted(folder.glob("*.safetensors"))
+    before = sum(path.stat().st_size for path in files)
+    for path in files:
+        save_tensors(packed(read_safetensors([path])), beside(path))  # not over a file that is still mapped
+        beside(path).replace(path)
+    config = read_json(folder / "config.json")
+    config["freda"]["stored_as"] = INT8
+    _write_config(folder, config)
+    after = sum(path.stat().st_size for path in files)
+    return {"dtype": INT8, "bytes_before": before, "bytes_after": after}
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,206 @@
+"""Model folders: Hugging Face files with a `freda` section, read and written without pickle and without remote code.
+
+    config.json         the shape, as `transformers` reads it, and what decoding must repeat of the training (`freda`)
+    model.safetensors   the backbone's weights under their Hugging Face names
+    scorer.safetensors  the Best-of-N scorer, where there is one
+    tokenizer files     see `freda.data.tokenizer`
+
+A folder is written beside its place and renamed, so whatever stands under its name is whole. Loading checks everything
+that could make a model silently wrong: every tensor must be there in its shape, and the tokenizer must be the one the
+weights were trained with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from freda.data.tokenizer import Tokenizer
+from freda.errors import FredaError, require
+from freda.files import located, read_json, written_beside
+from freda.folders.hugging_face import (
+    EMBEDDING,
+    check_tensors,
+    dtype_name,
+    hugging_face_config,
+    hugging_face_name,
+    model_config,
+    own_name,
+)
+from freda.folders.resolve import resolve_model_folder
+from freda.folders.tensors import Part, fill_parts, read_safetensors, save_tensors, weight_files
+from freda.methods import METHODS
+from freda.methods.method import Method
+from freda.model.config import ModelConfig
+from freda.model.parts import BACKBONE, Parts
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer, rotary_frequencies
+
+SCORER_FILE = "scorer.safetensors"
+
+
+class About(NamedTuple):
+    """What a model folder says beside its weights."""
+
+    tokenizer: Tokenizer
+    method: Method
+    stage: str  # "base" for a converted checkpoint, else what trained it
+
+
+class LoadedModel(NamedTuple):
+    """A model folder in memory."""
+
+    parts: Parts
+    tokenizer: Tokenizer
+    method: Method
+    stage: str
+
+    @property
+    def backbone(self) -> Transformer:
+        """The Transformer."""
+        return self.parts.backbone
+
+    @property
+    def scorer(self) -> Scorer | None:
+        """The Best-of-N scorer, where there is one."""
+        return self.parts.scorer
+
+    @property
+    def about(self) -> About:
+        """What the folder says beside its weights."""
+        return About(self.tokenizer, self.method, self.stage)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """The model in a model or run folder, every tensor read from it: nothing is left at a random value.
+
+    On the device `meta` it has all but values: everything is checked, and `fill_part` reads what a process holds.
+    """
+    folder = resolve_model_folder(path)
+    with located(folder):
+        values = read_json(folder / "config.json")
+        section = values.get("freda")
+        if not isinstance(section, dict):
+            raise FredaError(f"a plain Hugging Face checkpoint; run: freda convert {folder} TARGET")
+        config, method = model_config(values), _method(section)
+    tokenizer = Tokenizer.load(folder)
+    with located(folder):
+        _check_tokenizer(tokenizer, section, config)
+        tensors = read_safetensors(weight_files(folder), device, dtype)
+        check_tensors(tensors, config)
+        backbone = _build(config, tokenizer.blank_id, tensors)
+        scorer = None
+        if (folder / SCORER_FILE).is_file():
+            scorer = _load_scorer(folder / SCORER_FILE, config, device, dtype)
+    return LoadedModel(Parts(backbone, scorer), tokenizer, method, str(section["stage"]))
+
+
+def fill_part(folder: Path, part: str, weights: Mapping[str, Part]) -> None:
+    """Read rows of the weights of one part of a model that `load_model` has found in `folder`, by their names in it."""
+    with located(folder):
+        if part == BACKBONE:
+            fill_parts(weight_files(folder), {hugging_face_name(name): rows for name, rows in weights.items()})
+        else:
+            fill_parts([folder / part_file(part)], weights)
+
+
+def part_file(part: str) -> str:
+    """The file of a part; a backbone may be cut into several."""
+    return "model.safetensors" if part == BACKBONE else f"{part}.safetensors"
+
+
+def _build(config: ModelConfig, blank_id: int, tensors: Mapping[str, Tensor]) -> Transformer:
+    """A Transformer that holds `tensors` themselves; built without storage, because random weights take a while."""
+    with torch.device("meta"):
+        model = Transformer(config, blank_id)
+    model.load_state_dict({own_name(name): tensor for name, tensor in tensors.items()}, assign=True)
+    model.inv_freq = rotary_frequencies(config).to(tensors[EMBEDDING].device)  # a buffer that is never stored
+    return model
+
+
+def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Scorer:
+    """The Best-of-N scorer beside a backbone, checked against its width."""
+    tensors = read_safetensors([path], device, dtype)
+    with torch.device("meta"):
+        scorer = Scorer(config, last_layer=any(name.startswith("last_layer.") for name in tensors))
+    expected = {name: tuple(tensor.shape) for name, tensor in scorer.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise FredaError(
+                f"{SCORER_FILE} does not belong to the model: {name} has shape {found.get(name, 'none')}, "
+                f"the model needs {expected.get(name, 'none')}; train the scorer again"
+            )
+    scorer.load_state_dict(tensors, assign=True)
+    scorer.inv_freq = rotary_frequencies(config).to(device)
+    return scorer
+
+
+def _method(section: Mapping[str, Any]) -> Method:
+    """The method that the `freda` section names, with the settings stored there."""
+    for key in ("blank_token_id", "method", "stage"):
+        require(key in section, f"the freda section of config.json has no {key}; write the model again")
+    name = section["method"]
+    require(name in METHODS, f"config.json names the method {name!r}; this version has {', '.join(METHODS)}")
+    return METHODS[name].restored(section)
+
+
+def _check_tokenizer(tokenizer: Tokenizer, section: Mapping[str, Any], config: ModelConfig) -> None:
+    """The tokenizer must be the one that the weights were trained with."""
+    trained = section.get("tokenizer")
+    wrong = ""
+    if tokenizer.blank_id != section["blank_token_id"]:
+        wrong = f"its BLANK is {tokenizer.blank_id}, config.json says {section['blank_token_id']}"
+    elif tokenizer.size > config.vocab_size:
+        wrong = f"it has {tokenizer.size} ids, the embedding table {config.vocab_size} rows"
+    elif tokenizer.fingerprint != trained:
+        wrong = f"it is {tokenizer.fingerprint[:8]}, they were trained with {str(trained)[:8]}"
+    hint = "put back the tokenizer files of this model"
+    require(not wrong, f"the tokenizer does not belong to the weights: {wrong}; {hint}")
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def save_model(folder: Path, loaded: LoadedModel, *, dtype: torch.dtype | None = None, replace: bool = False) -> None:
+    """Write a model folder; `dtype` casts the weights. An existing folder is an error unless it may be replaced."""
+    with written_beside(folder, replace) as temporary:
+        write_model(temporary, loaded, dtype=dtype)
+
+
+def write_model(folder: Path, loaded: LoadedModel, *, dtype: torch.dtype | None = None) -> None:
+    """Write the files of a model into a folder that exists."""
+    for part, module in loaded.parts.named_children():
+        state = {name: tensor.detach().to(device="cpu", dtype=dtype) for name, tensor in module.state_dict().items()}
+        if part == BACKBONE:
+            tensors = {hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
+            write_files(folder, loaded.backbone.config, tensors, loaded.about)
+        else:
+            save_tensors(state, folder / part_file(part))
+
+
+def write_files(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    about: About,
+    *,
+    file: str = "model.safetensors",
+) -> None:
+    """config.json, `file` (the backbone under its Hugging Face names, with the embedding) and the tokenizer's files."""
+    tokenizer, method, stage = about
+    section = {"blank_token_id": tokenizer.blank_id, "tokenizer": tokenizer.fingerprint}
+    section |= {"method": method.name, "stage": stage, **method.stored()}
+    stops = {"bos_token_id": None, "eos_token_id": list(tokenizer.stop_ids)}
+    values = {**hugging_face_config(config), "dtype": dtype_name(tensors), **stops, "freda": section}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    save_tensors(tensors, folder / file)
+    tokenizer.save(folder)

@@ -1,0 +1,114 @@
+"""What decoding knows of R requests between two passes: one row of tensors for each, all on the device.
+
+The reference loop and the engine differ in how they batch, cache and run a forward. What a method sees around it is
+this state, so that nothing a method does has to be written twice.
+
+Shapes: R requests, B tokens per block, C candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from freda.decode.config import DecodeConfig
+from freda.methods.draft import Draft, Rules, Sampling, Search, start
+
+
+class DecodeState(NamedTuple):
+    """R requests, each at its own block and pass."""
+
+    draft: Draft  # (R, B) each
+    begin: Tensor  # (R,) int64: position of the draft's first token
+    rules: Rules
+    sampling: Sampling
+    search: Search
+    probs: Tensor | None = None  # (R, B, V): what the last pass predicted, kept where candidates are sampled from it
+
+    @property
+    def position(self) -> Tensor:
+        """Positions of the drafts' tokens, (R, B)."""
+        return self.begin[:, None] + torch.arange(self.draft.ids.shape[1], device=self.begin.device)
+
+    def rows(self, rows: Tensor) -> DecodeState:
+        """The state of the requests that `rows` names, in that order."""
+        return DecodeState(
+            Draft(*(part[rows] for part in self.draft)),
+            self.begin[rows],
+            self.rules._replace(passes=self.rules.passes[rows], threshold=self.rules.threshold[rows]),
+            Sampling(*(part[rows] for part in self.sampling)),
+            Search(*(part[rows] for part in self.search)),
+            None if self.probs is None else self.probs[rows],
+        )
+
+
+class Limits(NamedTuple):
+    """The most that any request of a batch asks for: what the host must know to lay out a forward."""
+
+    width: int  # candidates
+    swaps: int  # positions that a candidate changes
+    samples: bool  # does any request sample its tokens?
+    draws: bool  # does any request sample its candidates?
+
+
+class Choice(NamedTuple):
+    """Which of the candidates that a forward has seen is kept."""
+
+    winner: Tensor  # (R,) int64
+    scores: Tensor  # (R, C) fp32: ℓ + τ·s, without the noise
+
+
+def new_state(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, stop_ids: Tensor) -> DecodeState:
+    """Requests at the beginning of their first block."""
+
+    def row(name: str, dtype: torch.dtype, equals: str | None = None) -> Tensor:
+        values = [getattr(request, name) for request in requests]
+        values = values if equals is None else [value == equals for value in values]
+        return torch.tensor(values, dtype=dtype, device=begin.device)
+
+    whole, real = torch.int64, torch.float32
+    seed = row("seed", whole)
+    rules = Rules(row("passes", whole), row("threshold", real), stop_ids)
+    sampling = Sampling(row("temperature", real), row("top_p", real), seed)
+    sampled, gumbel = row("candidates", torch.bool, "sampled"), row("select", torch.bool, "gumbel")
+    search = Search(row("width", whole), row("swaps", whole), row("tau", real), sampled, gumbel, seed)
+    return DecodeState(draft, begin, rules, sampling, search)
+
+
+def joined(first: DecodeState, second: DecodeState) -> DecodeState:
+    """The requests of two states."""
+
+    def both(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(pair) for pair in zip(one, other, strict=True)]
+
+    rules = both(first.rules[:2], second.rules[:2])
+    return DecodeState(
+        Draft(*both(first.draft, second.draft)),
+        torch.cat([first.begin, second.begin]),
+        Rules(rules[0], rules[1], first.rules.stop_ids),
+        Sampling(*both(first.sampling, second.sampling)),
+        Search(*both(first.search, second.search)),
+        _joined_probs(first, second),
+    )
+
+
+def _joined_probs(first: DecodeState, second: DecodeState) -> Tensor | None:
+    """Requests without probabilities have had no pass yet, and nothing is sampled for them: any numbers will do."""
+    known = next((state.probs for state in (first, second) if state.probs is not None), None)
+    if known is None:
+        return None
+    missing = (known.new_zeros(len(state.begin), *known.shape[1:]) for state in (first, second))
+    pairs = zip((first.probs, second.probs), missing, strict=True)
+    return torch.cat([none if probs is None else probs for probs, none in pairs])
+
+
+def fresh_drafts(tails: Sequence[Sequence[int]], size: int, blank_id: int, device: torch.device) -> Draft:
+    """Blank blocks (R, B), but for the tail of a prompt that sits at the beginning of each."""
+    ids = [[*tail, *[0] * (size - len(tail))] for tail in tails]
+    given = [[place < len(tail) for place in range(size)] for tail in tails]
+    shape = (len(tails), size)
+    tokens = torch.tensor(ids, dtype=torch.int64, device=device).view(shape)
+    return start(tokens, torch.tensor(given, dtype=torch.bool, device=device).view(shape), blank_id)

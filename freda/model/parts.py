@@ -1,0 +1,57 @@
+"""The parts of a model, beside each other: the backbone, and what a method adds to it.
+
+A part is a module with a file of its own in the model folder and a name of its own in a checkpoint. The Transformer
+knows nothing of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer
+
+BACKBONE = "backbone"
+
+
+class Parts(nn.Module):
+    """A backbone and, for Best-of-N, a scorer of its drafts."""
+
+    def __init__(self, backbone: Transformer, scorer: Scorer | None = None) -> None:
+        super().__init__()
+        self.backbone, self.scorer = backbone, scorer
+
+    def weights(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Every weight as (part, name in the part, weight)."""
+        for part, module in self.named_children():
+            for name, weight in module.named_parameters():
+                yield part, name, weight
+
+    def copied(self, part: str) -> dict[str, str]:
+        """Weights of a part that begin as copies of the backbone's, by name: the backbone's name of each."""
+        last = self.scorer.last_layer if part == "scorer" and self.scorer is not None else None
+        names = () if last is None else (name for name, _ in last.named_parameters())
+        return {f"last_layer.{name}": f"layers.{self.backbone.config.layers - 1}.{name}" for name in names}
+
+    def exact(self) -> set[str]:
+        """Names of the weights that stay in fp32: those of small parts, whose numbers differ little."""
+        others = ((part, name) for part, name, _ in self.weights() if part != BACKBONE)
+        return {f"{part}.{name}" for part, name in others if name not in self.copied(part)}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.backbone.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the backbone."""
+        return self.backbone.embed_tokens.weight.dtype
+
+
+def stored_name(part: str, name: str) -> str:
+    """A weight's name among those of all parts: the backbone's names stand alone."""
+    return name if part == BACKBONE else f"{part}.{name}"

@@ -1,0 +1,293 @@
+"""What many tests share: tiny models and packed rows, a stand-in for the bundled model, the ranks of a run, and files
+in the layout of the benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freda.data import mini
+from freda.data.config import CorpusConfig, MiniConfig
+from freda.data.loader import Batch
+from freda.data.prepare import prepare_corpus
+from freda.data.shards import Manifest
+from freda.data.tokenizer import Tokenizer, train_tokenizer
+from freda.decode.generate import generate
+from freda.decode.pages import PagedCache, Pages
+from freda.decode.request import Request
+from freda.decode.shapes import BlockTable, ForwardShape
+from freda.folders.model_folder import LoadedModel, save_model
+from freda.methods import METHODS, method_named
+from freda.methods.draft import Prediction, predict, soft_embedding
+from freda.methods.method import Method
+from freda.model.attention import make_mask
+from freda.model.config import ModelConfig
+from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.parts import Parts
+from freda.model.scorer import Scorer
+from freda.model.transformer import Transformer
+from freda.train.config import DataConfig, RunConfig, TrainConfig
+from freda.train.parallel import Ranks, processes
+
+VOCAB, BLANK, EOS = 29, 28, 27
+EASY = MiniConfig(documents=200, validation_documents=10)
+CONTEXT = multiprocessing.get_context("forkserver")  # a server imports torch once, and ranks fork from it
+CONTEXT.set_forkserver_preload(["freda.train.loop", "tests.helpers"])
+PATIENCE = 100  # seconds: a rank that waits for another for ever must not hold up the tests
+ODD = " {{7 * 7}} {% raw %} 'a' \"b\" <c> & naïve — π\t"  # nothing of it may be taken for a template, or changed
+
+
+# -- tiny models and packed rows ---------------------------------------------------------------------------------------
+
+
+def tiny_model(seed: int = 0, **shape: object) -> Transformer:
+    """Two layers, grouped heads, weights large enough that every input changes the output."""
+    config = ModelConfig(
+        **{
+            "vocab_size": VOCAB,
+            "dim": 32,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 8,
+            "ffn_dim": 48,
+            **shape,
+        }
+    )
+    model = Transformer(config, blank_id=BLANK)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.25)
+    return model
+
+
+def scored_model(seed: int = 0, scale: float = 0.4, *, last_layer: bool = False) -> Parts:
+    """A tiny model with a scorer that has opinions."""
+    model = tiny_model(seed)
+    scorer = Scorer(model.config, last_layer=last_layer)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for weight in scorer.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return Parts(model, scorer)
+
+
+def method(name: str = "self-refine", **settings: Any) -> Method:
+    """A method by its name, with some of its settings."""
+    return METHODS[name](**settings)
+
+
+def answering_model(
+    texts: list[str], vocab_size: int = 300, *, seed: int, method: str = "self-refine", **shape: int
+) -> LoadedModel:
+    """One layer of random weights with a tokenizer of `texts`; its embedding is so large that it answers something."""
+    tokenizer = train_tokenizer(texts, vocab_size)
+    values = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_dim": 48, **shape}
+    network = Transformer(ModelConfig(vocab_size=tokenizer.size, **values), tokenizer.blank_id)  # type: ignore[arg-type]
+    network.init_weights(seed)
+    with torch.no_grad():
+        network.embed_tokens.weight.mul_(20)
+    return LoadedModel(Parts(network), tokenizer, METHODS[method](), "test")
+
+
+def packed_batch(lengths: list[list[int]], seed: int = 0) -> Batch:
+    """Rows of documents of the given lengths, padded to the longest row, with random tokens."""
+    width = max(sum(row) for row in lengths)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, EOS, (len(lengths), width), generator=generator)
+    document = torch.full((len(lengths), width), -1, dtype=torch.int32)
+    position = torch.zeros_like(document)
+    fill = torch.zeros_like(document, dtype=torch.bool)
+    for row, pieces in enumerate(lengths):
+        begin = 0
+        for number, length in enumerate(pieces):
+            document[row, begin : begin + length] = number
+            position[row, begin : begin + length] = torch.arange(length)
+            tokens[row, begin + length - 2 : begin + length] = EOS
+            fill[row, begin + length - 1] = True
+            begin += length
+    return Batch(tokens, document, position, fill)
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+class PlainBackend:
+    """The forwards of `PackedModel`, made by the Transformer itself."""
+
+    def __init__(self, model: Transformer, pages: Pages) -> None:
+        self.model, self.pages = model, pages
+
+    def buffers(self, requests: int, rows: ForwardShape, long: bool) -> dict[str, Tensor]:
+        return {}
+
+    def run(
+        self, given: tuple[Tensor, Tensor], texts: BlockTable, rows: ForwardShape, buffers: dict[str, Tensor]
+    ) -> None:
+        count, block = len(texts.stored), rows.block
+        ids, alpha = (part.view(count, rows.tokens) for part in given)
+        place = torch.arange(rows.tokens, device=ids.device)
+        further = torch.where(place < rows.commit, place, texts.pending[:, None] + (place - rows.commit) % block)
+        position = texts.stored[:, None] + further
+        text, draft = position[:, : rows.commit], position[:, rows.commit :]
+        real = (texts.pending > 0)[:, None].expand_as(text)
+        tokens = clean_tokens(torch.where(real, 0, -1), text, block)
+        if rows.drafts:
+            candidate = ((place - rows.commit) // block)[rows.commit :].expand_as(draft)
+            tokens = concat(tokens, draft_tokens(torch.zeros_like(draft), draft, block, candidate))
+        cache = PagedCache(self.pages, texts.table.tolist(), texts.stored.tolist())
+        mask = make_mask(tokens, concat(cache.tokens(block), tokens), "sdpa")
+        out = self.model(soft_embedding(self.model, ids, alpha), position, mask, cache.past())
+        cache.write(out.new, text, real)
+        buffers["hidden"] = out.hidden.flatten(0, 1)
+
+    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        tokens = clean_tokens(torch.zeros_like(place), place, block_size)
+        out = self.model(self.model.embed_tokens(ids), place, make_mask(tokens, tokens, "sdpa"))
+        cache = PagedCache(self.pages, table.tolist(), [0] * len(ids))
+        cache.write(out.new, place, torch.ones_like(place, dtype=torch.bool))
+
+    def hidden(self, buffers: dict[str, Tensor]) -> Tensor:
+        return buffers["hidden"]
+
+    def predict(self, tokens: Tensor, buffers: dict[str, Tensor]) -> Prediction:
+        return predict(self.model.logits(buffers["hidden"][tokens]), runner_up=True)
+
+
+class Letters(Tokenizer):
+    """Token n is the n-th letter; EOS is the stop token. Only what the engine uses."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def stop_ids(self) -> list[int]:  # type: ignore[override]
+        return [EOS]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join("." if token == EOS else chr(ord("a") + token) for token in ids)
+
+
+def scored(name: str = "self-refine", *, last_layer: bool = False, block_size: int = 4) -> LoadedModel:
+    """A tiny model with a scorer and letters for tokens."""
+    return LoadedModel(
+        scored_model(scale=0.3, last_layer=last_layer), Letters(), method(name, block_size=block_size), "test"
+    )
+
+
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(EOS) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+
+
+def mixed_settings(number: int) -> dict[str, Any]:
+    """Another mixture of everything a request may say for every number."""
+    rng = random.Random(number)
+    return {
+        "max_new_tokens": rng.randrange(1, 24),
+        "passes": rng.randrange(1, 5),
+        "threshold": rng.choice([0.2, 0.5, 2.0]),
+        "temperature": rng.choice([0.0, 0.0, 1.0]),
+        "top_p": rng.choice([1.0, 0.7]),
+        "seed": number,
+        "width": rng.randrange(1, 5),
+        "tau": rng.choice([0.0, 0.5, 2.0]),
+        "candidates": rng.choice(["beam", "sampled"]),
+        "select": rng.choice(["argmax", "gumbel"]),
+    }
+
+
+def alone(loaded: LoadedModel, request: Request) -> tuple[list[int], int, str]:
+    """Tokens, forwards and end of a request by the reference loop."""
+    rule = method_named(request.method, loaded.method)
+    found = generate(loaded.parts, rule, [request], stop_ids=loaded.tokenizer.stop_ids)[0]
+    return found.tokens, found.nfe, found.finish
+
+
+# -- small runs --------------------------------------------------------------------------------------------------------
+
+
+def small_run(data: Path, *, problems: int = 60, **train: Any) -> RunConfig:
+    """One step of a one-layer model over word problems, made in the folder `data`; `train` changes its section."""
+    prepare_corpus(CorpusConfig(problems=problems, validation_problems=problems // 7, vocab_size=300), data)
+    once = {"steps": 1, "batch_rows": 2, "group_rows": 2, "warmup_steps": 1, "validation_rows": 2}
+    return RunConfig(
+        model=ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48),
+        data=DataConfig(path=str(data), seq_len=96),
+        train=TrainConfig(**{**once, **train}),
+    )
+
+
+# -- the bundled model -------------------------------------------------------------------------------------------------
+
+
+def write_stand_in(assets: Path) -> Path:
+    """A model with random weights in the place of the packaged one, with the settings of its questions."""
+    texts = [mini.item(kind, EASY, "train", number).document for kind in mini.KINDS for number in range(100)]
+    made_up = answering_model(texts, 700, seed=3)
+    tokenizer = made_up.tokenizer
+    save_model(assets / "mini", made_up)
+    (assets / "mini" / "data").mkdir()
+    made = {"mini": {"generator": mini.VERSION, **dataclasses.asdict(EASY)}}
+    Manifest(made, 16, tokenizer.eos_id, tokenizer.blank_id, tokenizer.fingerprint, {}).write(assets / "mini" / "data")
+    return assets / "mini"
+
+
+# -- several processes of one run, without torchrun --------------------------------------------------------------------
+
+
+def fork(function: Callable[..., None], *arguments: object) -> multiprocessing.process.BaseProcess:
+    """A process of its own that runs `function`, which is one of a module."""
+    process = CONTEXT.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def run_ranks(function: Callable[[Ranks, Path], Any], world: int, folder: Path) -> list[Any]:
+    """What `function(ranks, folder)` returns on each rank, as JSON carries it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    children = [fork(_rank, function, rank, world, port, folder) for rank in range(world)]
+    for child in children:
+        child.join(PATIENCE)
+    codes = [child.exitcode for child in children]
+    for child in children:
+        child.kill()
+    said = "".join((folder / f"stderr-{rank}").read_text() for rank in range(world))
+    assert codes == [0] * world, f"exit codes {codes}\n{said}"
+    return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world)]
+
+
+def _rank(function: Callable[[Ranks, Path], Any], rank: int, world: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with _stderr_to(folder / f"stderr-{rank}"), processes() as ranks:
+        result = function(ranks, folder)
+    (folder / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+@contextlib.contextmanager
+def _stderr_to(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        yield
