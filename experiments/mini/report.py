@@ -30,8 +30,8 @@ from freda.eval.report.tables import (
     with_error,
 )
 from freda.eval.report.write import as_markdown, draw_sweep
-from freda.eval.task import Example, checksum
 from freda.eval.tasks import TASKS
+from freda.eval.tasks.task import Example, checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, IMAGES = ROOT / "results" / "mini", ROOT / "docs" / "images" / "mini"

@@ -28,10 +28,10 @@ from freda.decode.config import DecodeConfig
 from freda.decode.request import Request
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, require
-from freda.eval.folder import RESULTS, SAMPLES, read_samples
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.report.compare import wilson
-from freda.eval.task import Example, Graded, Task, checksum
+from freda.eval.report.folder import RESULTS, SAMPLES, read_samples
+from freda.eval.tasks.task import Example, Graded, Task, checksum
 from freda.files import locked, write_whole
 from freda.folders.model_folder import LoadedModel
 from freda.model.parts import stored_name

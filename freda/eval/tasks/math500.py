@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from freda.errors import missing_package
-from freda.eval.task import Example, Graded, Task, exemplars, json_rows
+from freda.eval.tasks.task import Example, Graded, Task, exemplars, json_rows
 
 SHOTS = 4
 FINAL = re.compile(r"final answer is:?\s*(.+?)(?:\.\s*I hope|\.?\s*$)", re.IGNORECASE | re.DOTALL)
