@@ -355,7 +355,7 @@ def sweep(
         from freda.eval.sweep import run_sweep
 
         try:
-            run_sweep(file, data, out, device=device, dtype=dtype, unpublished=unpublished, note=note)
+            run_sweep(file, data, out, device=device, dtype=dtype, unpublished=unpublished)
         except KeyboardInterrupt:
             note("interrupted; the same command resumes where it was")
             raise typer.Exit(130) from None

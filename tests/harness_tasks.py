@@ -24,12 +24,12 @@ from freda.data.generators import settings_in
 from freda.data.mini import questions_of
 from freda.data.mini_code import tests_of
 from freda.data.synthetic import problems_of
-from freda.eval.code import humanevalplus_program
 from freda.eval.harness import metrics_of, silence, simple_evaluate
 from freda.eval.sandbox import isolation, run_many
-from freda.eval.task import Example, json_rows
 from freda.eval.tasks import TASKS
+from freda.eval.tasks.code import humanevalplus_program
 from freda.eval.tasks.math500 import LONGEST, in_workers, same
+from freda.eval.tasks.task import Example, json_rows
 
 Row = Mapping[str, Any]
 Config = dict[str, Any]  # what a YAML file of lm_eval holds

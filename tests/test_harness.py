@@ -22,9 +22,9 @@ from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
-from freda.eval.folder import read_samples
 from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
+from freda.eval.report.folder import read_samples
 from freda.eval.tasks import TASKS
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.config import ModelConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from freda.errors import FredaError
-from freda.eval.task import Example
 from freda.eval.tasks import TASKS
+from freda.eval.tasks.task import Example
 from tests.benchmarks import written
 from tests.harness_tasks import HARNESS_TASKS, Asked
 from tests.harness_tasks import ask as ask_lm

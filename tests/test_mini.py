@@ -28,8 +28,8 @@ from freda.data.tokenizer import Tokenizer
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError
 from freda.eval.selfcheck import self_check
-from freda.eval.task import Example
 from freda.eval.tasks import TASKS
+from freda.eval.tasks.task import Example
 
 PLAIN = MiniConfig(documents=200, validation_documents=20)
 KINDS = tuple(mini.KINDS)

@@ -21,12 +21,12 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError
 from freda.eval.command import progress
 from freda.eval.evaluate import evaluate, fingerprint, result_line
-from freda.eval.folder import read_samples
 from freda.eval.report.compare import compare, wilson
+from freda.eval.report.folder import read_samples
 from freda.eval.selfcheck import self_check
-from freda.eval.task import Example, Graded, checksum, json_rows
 from freda.eval.tasks import TASKS, math500
 from freda.eval.tasks.gpqa import COLUMNS
+from freda.eval.tasks.task import Example, Graded, checksum, json_rows
 from freda.files import locked
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.parts import Parts

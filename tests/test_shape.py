@@ -53,10 +53,6 @@ MANY_PARAMETERS = {
     "decode/kernels/pages.py:attend": 7,
     "decode/kernels/skinny.py:_launch": 8,
     "decode/state.py:soft_channel": 7,
-    "eval/command.py:measure_sweep": 7,
-    "eval/evaluate.py:evaluate": 8,
-    "eval/harness.py:run_task": 9,
-    "eval/sweep.py:run_sweep": 7,
     "model/kernels/staircase.py:gradients": 7,
     "model/staircase.py:_gradients": 7,
     "model/staircase.py:plain_gradients": 7,
@@ -64,25 +60,10 @@ MANY_PARAMETERS = {
     "model/weights.py:write_files": 7,
 }
 DEEP = {
-    "eval/evaluate.py:evaluate": 4,
-    "eval/inside.py:_descendants": 4,
-    "eval/inside.py:_end_others": 4,
-    "eval/report/figures.py:passes_figure": 4,
-    "eval/report/tables.py:passes_table": 4,
-    "eval/sandbox.py:_finish": 5,
-    "eval/sandbox.py:run_many": 4,
-    "eval/tasks/math500.py:_verdicts": 4,
     "train/loop.py:_run_steps": 4,
 }
 WRONG_WAY = {  # (file, module that it imports against the order of ROOMS)
-    ("eval/report/compare.py", "freda.eval.folder"),
-    ("eval/report/figures.py", "freda.eval.sweep"),
-    ("eval/report/tables.py", "freda.eval.sweep"),
-    ("eval/tasks/humaneval.py", "freda.eval.code"),
-    ("eval/tasks/humaneval.py", "freda.eval.sandbox"),
-    ("eval/tasks/humaneval_plus.py", "freda.eval.code"),
-    ("eval/tasks/mbpp.py", "freda.eval.code"),
-    ("eval/tasks/mini_code.py", "freda.eval.code"),
+    ("eval/tasks/code.py", "freda.eval.sandbox"),
     ("model/kernels/staircase.py", "freda.model.staircase"),
 }
 

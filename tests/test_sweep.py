@@ -23,8 +23,8 @@ from freda.eval.config import SweepConfig, SweepFile, SystemConfig
 from freda.eval.report.points import NEVER, WITHOUT_AXES, Decoding, Setting, read_sweep
 from freda.eval.report.points import settings_of as settings_of_parts
 from freda.eval.sweep import run_sweep
-from freda.eval.task import Example, checksum
 from freda.eval.tasks import TASKS
+from freda.eval.tasks.task import Example, checksum
 from freda.eval.teacher_forcing import solution_batch, stability
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.scorer import Scorer
@@ -107,7 +107,7 @@ def test_each_system_reads_its_own_files_and_choices_are_asked_once(
     both: Any = [(TASKS["mmlu"], [example]), (sums, [example])]
     nobody: Any = None
     subject = sweeps.Subject("a", 0, mine, nobody, decoding("self-refine"), both, tmp_path)
-    points = list(sweeps._measure(subject, SMALL, lambda message: None))
+    points = list(sweeps._measure(subject, SMALL))
     assert asked == ["mmlu", *["sums"] * len(settings_of(SMALL, "self-refine"))]
     assert points[0].setting == points[1].setting == OWN
 

@@ -22,14 +22,13 @@ from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError
-from freda.eval import code
 from freda.eval.evaluate import evaluate
 from freda.eval.sandbox import Verdict
 from freda.eval.selfcheck import self_check
-from freda.eval.task import Example, Graded, checksum, json_rows, one_by_one
-from freda.eval.tasks import TASKS, gsm8k, math500
+from freda.eval.tasks import TASKS, code, gsm8k, math500
 from freda.eval.tasks.gpqa import COLUMNS
 from freda.eval.tasks.letters import CHOICES
+from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
 from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import resize
 from tests.conftest import answering_model

@@ -30,8 +30,8 @@ from freda.eval.report.tables import (
     with_error,
 )
 from freda.eval.report.write import as_markdown, draw_sweep
-from freda.eval.task import Example, checksum
 from freda.eval.tasks import TASKS
+from freda.eval.tasks.task import Example, checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, IMAGES = ROOT / "results" / "mini", ROOT / "docs" / "images" / "mini"
@@ -158,7 +158,9 @@ def ablations_table(sweep: Sweep) -> Table:
         ]
         speed = sweep.score(system, OVERALL, main)
         cells += [*(_plain(sweep, system, task, main) for task in chosen), speed and two_digits(speed.tpf)]
-        rows.append((system, *cells, sweep.paired_mean(system, written), sweep.paired_mean(system, chosen)))
+        rows.append(
+            (system, *cells, interval(sweep.paired_mean(system, written)), interval(sweep.paired_mean(system, chosen)))
+        )
     header = ("system", *(f"{panel}, 1 / 2 / {MAIN_PASSES} passes" for panel in panels), *chosen, "tokens per forward")
     return Table("", (*header, *(f"{' and '.join(part)} − {sweep.baseline}" for part in (written, chosen))), rows)
 
@@ -344,7 +346,7 @@ def _claims_d(sweep: Sweep) -> list[tuple[Cell, ...]]:
 
 def _claims_e(sweep: Sweep) -> list[tuple[Cell, ...]]:
     changed = {"passes-1": "K = 1 instead of 3", "hard-feedback": "hard feedback", "no-replacement": "no replacement"}
-    found = {what: sweep.paired_mean(name, ["mini_math", "mini_code"]) for name, what in changed.items()}
+    found = {what: interval(sweep.paired_mean(name, ["mini_math", "mini_code"])) for name, what in changed.items()}
     here = "; ".join(f"{what} {difference}" for what, difference in found.items())
     claim = "training on own drafts, soft feedback and replacement matter"
     return [("e", claim, "argued, no ablation", f"{here} in mathematics and code (one seed)", "the first clearly")]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import freda
 from freda.eval.report.points import NEVER
-from freda.eval.task import Example
 from freda.eval.tasks import TASKS
+from freda.eval.tasks.task import Example
 from freda.folders.resolve import ASSETS
 
 WALKS, PASSES = 400, (1, 2, 4)

@@ -1,4 +1,4 @@
-"""What `freda sweep` reads from its TOML file: what is measured, and of which systems."""
+"""The TOML file of `freda sweep`: what is measured, and of which systems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SystemConfig:
         self.decoding(0)
 
     def decoding(self, max_new_tokens: int, **changed: Any) -> DecodeConfig:
-        """How its answers are made; 0 tokens takes the default."""
+        """The decoding of this system; 0 tokens takes the default length."""
         names = ("passes", "threshold", "width", "tau")
         limit = {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
         return DecodeConfig(**{**{name: getattr(self, name) for name in names}, **limit, **changed})
@@ -62,21 +62,17 @@ class SweepConfig:
             require(bool(getattr(self, name)), f"sweep.{name} is empty; name one or more")
         for name in ("stability_examples", "batch_size", "max_new_tokens"):
             require(getattr(self, name) >= 1, f"sweep.{name} is {getattr(self, name)}; use 1 or more")
-        for count in (*self.passes, *self.width_passes):
-            DecodeConfig(passes=count)  # a value that cannot be is told now, not after hours of work
-        for width in self.widths:
-            DecodeConfig(width=width)
-        for threshold in self.thresholds:
-            DecodeConfig(threshold=threshold)
-        for tau in self.taus:
-            DecodeConfig(tau=tau)
+        tried: list[dict[str, Any]] = [{"passes": count} for count in (*self.passes, *self.width_passes)]
+        tried += [{"threshold": value} for value in self.thresholds] + [{"tau": value} for value in self.taus]
+        for values in (*tried, *({"width": width} for width in self.widths)):
+            DecodeConfig(**values)  # an impossible value is reported now, not after hours of work
         for name in ("limit", "early_stop_passes"):
             require(getattr(self, name) >= 0, f"sweep.{name} is {getattr(self, name)}; use 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """One sweep: what is measured, and of what."""
+    """A whole file: what is measured, and of which systems."""
 
     sweep: SweepConfig = SweepConfig()
     system: Mapping[str, SystemConfig] = dataclasses.field(default_factory=dict)

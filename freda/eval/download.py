@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from freda.errors import FredaError, missing_package
-from freda.eval.task import Task
+from freda.eval.tasks.task import Task
 
 Row = Mapping[str, Any]
 

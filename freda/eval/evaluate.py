@@ -28,10 +28,10 @@ from freda.decode.config import DecodeConfig
 from freda.decode.request import Request
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, require
-from freda.eval.folder import RESULTS, SAMPLES, read_samples
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.report.compare import wilson
-from freda.eval.task import Example, Graded, Task, checksum
+from freda.eval.report.folder import RESULTS, SAMPLES, read_samples
+from freda.eval.tasks.task import Example, Graded, Task, checksum
 from freda.files import locked, write_whole
 from freda.folders.model_folder import LoadedModel
 from freda.model.parts import stored_name
@@ -64,24 +64,21 @@ def evaluate(
         "version": __version__,
     }
     with locked(out):
-        samples = _resume(out, head)
-        progress(len(samples), len(examples), _accuracy(samples))
-        left = [example for example in examples if example.id not in samples]
-        answer = _choose if task.choices else _generate
-        pending: list[tuple[Example, Sample]] = []
-        begun = time.perf_counter()
+        found = _resume(out, head)
+
+        def report(ungraded: int = 0) -> None:
+            accuracy = sum(sample["correct"] for sample in found.values()) / len(found) if found else None
+            progress(len(found) + ungraded, len(examples), accuracy)
+
+        report()
+        left = [example for example in examples if example.id not in found]
         with open(out / SAMPLES, "a", encoding="utf-8") as file:
-            for index, line in answer(model, task, left, settings) if left else ():
-                pending.append((left[index], line))
-                done = len(samples) + len(pending)
-                if len(pending) == model.engine.config.max_batch or done == len(examples):
-                    graded = _graded(task, pending, time.perf_counter() - begun)
-                    samples |= {sample["id"]: sample for sample in graded}
-                    file.write("".join(json.dumps(sample) + "\n" for sample in graded))
-                    file.flush()
-                    pending, begun = [], time.perf_counter()
-                progress(done, len(examples), _accuracy(samples))
-        samples = {example.id: samples[example.id] for example in examples}
+            for graded in _answers(model, task, left, settings, report) if left else ():
+                found |= {sample["id"]: sample for sample in graded}
+                file.write("".join(json.dumps(sample) + "\n" for sample in graded))
+                file.flush()
+                report()
+        samples = {example.id: found[example.id] for example in examples}
         _write_samples(out, head, samples)  # in the order of the questions
         shown = {"prompts": [example.prompt for example in examples[:SHOWN_PROMPTS]]}
         results = {**head, **made_by(model.loaded), **_summary(list(samples.values())), **shown}
@@ -108,6 +105,22 @@ def request_for(model: Model, prompt: Sequence[int], settings: DecodeConfig, sto
     room = model.loaded.backbone.config.max_positions - len(prompt)
     fitted = replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, room)))
     return Request(**asdict(fitted), prompt=prompt, stop=tuple(stop))
+
+
+def _answers(
+    model: Model, task: Task, examples: Sequence[Example], settings: DecodeConfig, report: Callable[[int], None]
+) -> Iterator[list[Sample]]:
+    """Answer and grade questions, as many at a time as the engine runs; `report` gets the number that wait for grading
+    whenever it grows."""
+    answer, begun = _choose if task.choices else _generate, time.perf_counter()
+    pending: list[tuple[Example, Sample]] = []
+    for number, (index, line) in enumerate(answer(model, task, examples, settings), start=1):
+        pending.append((examples[index], line))
+        if len(pending) < model.engine.config.max_batch and number < len(examples):
+            report(len(pending))
+            continue
+        yield _graded(task, pending, time.perf_counter() - begun)
+        pending, begun = [], time.perf_counter()
 
 
 def _generate(
@@ -179,10 +192,6 @@ def _resume(out: Path, head: dict[str, Any]) -> dict[str, Sample]:
 
 def _write_samples(out: Path, head: dict[str, Any], samples: dict[str, Sample]) -> None:
     write_whole(out / SAMPLES, "".join(json.dumps(line) + "\n" for line in (head, *samples.values())))
-
-
-def _accuracy(samples: dict[str, Sample]) -> float | None:
-    return sum(sample["correct"] for sample in samples.values()) / len(samples) if samples else None
 
 
 def _summary(samples: Sequence[Sample]) -> dict[str, Any]:

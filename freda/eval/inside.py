@@ -77,7 +77,7 @@ def main() -> NoReturn:
 
 
 def _wait(worker: int) -> int:
-    """The worker's exit status in a shell's manner; orphans that end before it are reaped on the way."""
+    """The worker's exit status as a shell gives it; orphans that end before it are reaped on the way."""
     try:
         while True:
             pid, status = os.wait()
@@ -114,10 +114,9 @@ def _end_others(uid: int | None) -> None:
         return
     deadline = time.monotonic() + 2  # each round stops all that it sees; a bomb is bounded by RLIMIT_NPROC
     while (found := _descendants()) and time.monotonic() < deadline:
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        for number, pid in [(number, pid) for number in (signal.SIGSTOP, signal.SIGKILL) for pid in found]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
         _reap()
 
 
@@ -128,15 +127,11 @@ def _reap() -> None:
 
 
 def _descendants() -> list[int]:
-    """Processes below this one: orphans are handed to it, so changing the session does not hide them."""
+    """Processes below this one, which adopts orphans: changing the session does not hide them."""
     parents: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", encoding="latin-1") as file:
-                    parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
-            except OSError:
-                continue  # it ended meanwhile
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="latin-1") as file:  # it may have ended
+            parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
     below, found = {os.getpid()}, list[int]()
     while fresh := [pid for pid, parent in parents.items() if parent in below and pid not in found]:
         found += fresh

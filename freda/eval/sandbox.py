@@ -74,7 +74,7 @@ class Limits:
 
 
 class Verdict(NamedTuple):
-    """What came of a program: `reason` is "passed", or why not; `output` is the end of what it printed."""
+    """The outcome of a program: `reason` is "passed", or why not; `output` is the end of what it printed."""
 
     passed: bool
     reason: str
@@ -83,11 +83,11 @@ class Verdict(NamedTuple):
 
 
 class Isolation(NamedTuple):
-    """What the kernel grants here: the command that takes namespaces, and which it gives."""
+    """The command that makes namespaces, and which of them the kernel grants."""
 
     command: tuple[str, ...]
-    network: bool  # there is none in the sandbox
-    processes: bool  # a pid namespace: the sandbox sees none but its own, and they end together
+    network: bool  # True: no network in the sandbox
+    processes: bool  # True: a pid namespace, in which the sandbox sees only its own, and they end together
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ def run_many(
     limits: Limits = Limits(),
     *,
     workers: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> list[Verdict]:
-    """Verdicts of (program, tests), in order; `workers` 0 is one for each core. `progress` gets the number done."""
-    require(workers >= 0, f"workers = {workers}: choose a number, or 0 for one a core")
+    """Verdicts on (program, tests) pairs, in order; `workers` 0 is one per core. `progress` gets the number done."""
+    require(workers >= 0, f"workers = {workers}: choose a number, or 0 for one per core")
     if jobs:
         isolation()  # once, before the threads
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
@@ -136,8 +136,7 @@ def run_many(
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
-                if progress is not None:
-                    progress(done)
+                progress(done)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -161,32 +160,42 @@ def _start(granted: Isolation, folder: str, file: IO[bytes], result: int) -> sub
 
 
 def _finish(process: subprocess.Popen[bytes], result: int, limits: Limits) -> tuple[str, str | None, bool]:
-    """Read to the end: the kept end of the output, the report (None: never started), and whether it ended by itself."""
+    """Read to the end: the tail of the output, the report (None: never started), and whether it ended by itself."""
     assert process.stdout is not None
-    kept = {process.stdout.fileno(): limits.output_kb * 1024, result: REPORT}
-    tails, first = {fd: b"" for fd in kept}, b""
     deadline = time.monotonic() + limits.seconds + GRACE
     try:
-        with selectors.DefaultSelector() as selector:
-            for fd in kept:
-                selector.register(fd, selectors.EVENT_READ)
-            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    data = os.read(key.fd, 1 << 16)
-                    if key.fd == result and not first:
-                        first = data[:1]
-                    tails[key.fd] = (tails[key.fd] + data)[-kept[key.fd] :]
-                    if not data:
-                        selector.unregister(key.fd)
+        (_, output), (first, report) = _read(
+            {process.stdout.fileno(): limits.output_kb * 1024, result: REPORT}, deadline
+        )
         while not (in_time := _has_ended(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.002)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still that of our group
         process.wait()
-        output, report = (tails[fd].decode("utf-8", "replace") for fd in kept)
         process.stdout.close()
-    return output, report.removeprefix(STARTED.decode()) if first == STARTED else None, in_time
+    told = report.decode("utf-8", "replace").removeprefix(STARTED.decode()) if first == STARTED else None
+    return output.decode("utf-8", "replace"), told, in_time
+
+
+def _read(kept: dict[int, int], deadline: float) -> list[tuple[bytes, bytes]]:
+    """Read file descriptors until all are closed or time is up: the first byte of each, and as much of its end as
+    `kept` says."""
+    seen, selector = {fd: (b"", b"") for fd in kept}, selectors.DefaultSelector()
+
+    def take(fd: int) -> None:
+        data, (first, tail) = os.read(fd, 1 << 16), seen[fd]
+        seen[fd] = (first or data[:1], (tail + data)[-kept[fd] :])
+        if not data:
+            selector.unregister(fd)
+
+    with selector:
+        for fd in kept:
+            selector.register(fd, selectors.EVENT_READ)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                take(key.fd)
+    return list(seen.values())
 
 
 def _has_ended(pid: int) -> bool:
@@ -239,7 +248,7 @@ _uids = itertools.count(os.getpid() * 64)
 
 
 def _free_uid() -> int:
-    """A user id that no account has, and no other program that runs now: limits on processes count by user."""
+    """A user id that no account and no running program has: limits on processes count by user."""
     for number in itertools.islice(_uids, UIDS):
         uid = FIRST_UID + number % UIDS
         try:
@@ -251,7 +260,7 @@ def _free_uid() -> int:
 
 @functools.cache
 def isolation() -> Isolation:
-    """What can be had here, tried once; what cannot is said once on standard error."""
+    """What the kernel grants, tried once; what it does not is reported once on standard error."""
     require(sys.platform == "linux", f"the sandbox needs Linux, this is {sys.platform}; run it in a Linux container")
     unshare = shutil.which("unshare")
     user = () if os.geteuid() == 0 else ("--user",)
@@ -272,7 +281,7 @@ def isolation() -> Isolation:
 
 @contextlib.contextmanager
 def _folder(uid: int | None) -> Iterator[str]:
-    """A working folder that goes again, whatever the program did in it."""
+    """A working folder that is removed afterwards, whatever the program did in it."""
     folder = tempfile.mkdtemp(prefix="freda-sandbox-")
     try:
         if uid is not None:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from freda.eval.task import Example, Task, checksum
+from freda.eval.tasks.task import Example, Task, checksum
 
 WRONG = " Nobody knows."  # an answer to no question
 

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from freda import __version__
 from freda.decode.api import Model, load
-from freda.errors import FredaError, require
+from freda.errors import FredaError, note, require
 from freda.eval.config import SweepConfig, SweepFile, SystemConfig
 from freda.eval.evaluate import about_model, evaluate, fingerprint
-from freda.eval.folder import read_samples
+from freda.eval.report.folder import read_samples
 from freda.eval.report.points import FILE, FORMAT_VERSION, Decoding, Point, settings_of
-from freda.eval.task import Example, Task, checksum
 from freda.eval.tasks import tasks_named
+from freda.eval.tasks.task import Example, Task, checksum
 from freda.eval.teacher_forcing import stability
 from freda.files import read_json, write_whole
 from freda.folders.resolve import resolve_model_folder
 from freda.sections import to_dict
-
-Note = Callable[[str], None]
 
 
 class Subject(NamedTuple):
@@ -50,7 +48,6 @@ def run_sweep(
     device: str = "auto",
     dtype: str = "auto",
     unpublished: bool = False,
-    note: Note = lambda message: None,
 ) -> dict[str, Any]:
     """Measure everything that is not in `out` yet and write `sweep.json`; returns its content."""
     begun, sweep, tasks = time.perf_counter(), file.sweep, tasks_named(file.sweep.tasks)
@@ -74,8 +71,8 @@ def run_sweep(
         asked = [(task, questions[name, task.name]) for task in tasks]
         place = out / "points" / name / str(number)
         subject = Subject(name, number, file.system[name], model, decoding, asked, place)
-        points += _measure(subject, sweep, note)
-        stable += _stability(subject, sweep, note)
+        points += _measure(subject, sweep)
+        stable += _stability(subject, sweep)
     content = {
         "format": FORMAT_VERSION,
         "version": __version__,
@@ -115,7 +112,7 @@ def _questions(
     return asked
 
 
-def _measure(subject: Subject, sweep: SweepConfig, note: Note) -> Iterator[Point]:
+def _measure(subject: Subject, sweep: SweepConfig) -> Iterator[Point]:
     """All points of one model. A choice by likelihood does not depend on the setting and is measured once."""
     wanted = settings_of(["main", *sweep.parts], sweep, subject.system, subject.decoding)
     for task, examples in subject.asked:
@@ -135,7 +132,7 @@ def _measure(subject: Subject, sweep: SweepConfig, note: Note) -> Iterator[Point
             yield Point(subject.name, subject.number, task.name, setting, **numbers, right=right)
 
 
-def _stability(subject: Subject, sweep: SweepConfig, note: Note) -> Iterator[dict[str, Any]]:
+def _stability(subject: Subject, sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """What further passes change, for systems that refine; kept in files, so that it is measured once."""
     if "stability" not in sweep.parts or not subject.decoding.refines:
         return

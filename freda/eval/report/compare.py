@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from freda.errors import require
-from freda.eval.folder import read_samples
+from freda.eval.report.folder import read_samples
 
 Z = 1.96  # 95% of a normal distribution
 

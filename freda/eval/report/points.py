@@ -182,6 +182,14 @@ class Score(NamedTuple):
     tpf: float
 
 
+class Difference(NamedTuple):
+    """A difference from the baseline and its 95% interval, as fractions."""
+
+    difference: float
+    low: float
+    high: float
+
+
 class Sweep:
     """The points of a sweep by system, task and setting, and scores made of them."""
 
@@ -265,9 +273,9 @@ class Sweep:
             return None
         return compared(list(zip(first, second, strict=True)))
 
-    def paired_mean(self, system: str, tasks: Sequence[str]) -> tuple[float, float, float] | None:
-        """The mean of the tasks' differences and its 95% interval. Errors of tasks are independent, except where they
-        ask the same questions."""
+    def paired_mean(self, system: str, tasks: Sequence[str]) -> Difference | None:
+        """The mean of the tasks' differences. Errors of tasks are independent, except where they ask the same
+        questions."""
         found = [self.paired(system, task) for task in tasks]
         known = [one for one in found if one is not None]
         if not known or len(known) < len(found):
@@ -277,7 +285,7 @@ class Sweep:
         halves = {task: (one.high - one.low) / 2 for task, one in zip(tasks, known, strict=True)}
         shared = sum(halves.pop(task, 0.0) for task in SAME_QUESTIONS)
         half = math.hypot(shared, *halves.values()) / len(known)
-        return mean, middle - half, middle + half
+        return Difference(mean, middle - half, middle + half)
 
     def _solved(self, system: str, task: str) -> list[float] | None:
         """The fraction of the system's models that solves each question; None if one of them was not measured."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from freda.eval.report import published
-from freda.eval.report.points import NEVER, OVERALL, Score, Setting, Sweep
+from freda.eval.report.compare import Compared
+from freda.eval.report.points import NEVER, OVERALL, Difference, Score, Setting, Sweep
 
 MATCHED = 0.5  # points below the baseline's best that still match it: less is within the noise of any benchmark here
 
@@ -57,9 +58,11 @@ def with_error(score: Score | None) -> Cell:
     return None if score is None else WithError(round(score.accuracy, 2), round(score.error, 2))
 
 
-def interval(found: tuple[float, float, float] | None) -> Cell:
-    """A difference, its lower and its upper bound, given as fractions, as `+2.00 (+0.61 to +3.39)`."""
-    return None if found is None else Interval(*(round(100 * value, 2) for value in found))
+def interval(found: Compared | Difference | None) -> Interval | None:
+    """A difference as `+2.00 (+0.61 to +3.39)`."""
+    if found is None:
+        return None
+    return Interval(*(round(100 * value, 2) for value in (found.difference, found.low, found.high)))
 
 
 def mean_of(values: Sequence[float]) -> Cell:
@@ -82,8 +85,7 @@ def main_table(sweep: Sweep) -> Table:
         how = (setting.passes, setting.threshold) if sweep.decoding[system].drafts else (None, None)
         shown: list[Cell] = [system, *how, *map(with_error, scores.values()), mean_of(known), mean_of(speed)]
         if sweep.baseline:
-            pairs = (sweep.paired(system, task) for task in sweep.tasks)
-            shown += [interval(one and (one.difference, one.low, one.high)) for one in pairs]
+            shown += [interval(sweep.paired(system, task)) for task in sweep.tasks]
             shown += [interval(sweep.paired_mean(system, list(sweep.tasks))) for _ in averaged]
         rows.append(tuple(shown))
     places = [published.TASKS.index(task) if task in published.TASKS else None for task in sweep.tasks]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from freda.errors import FredaError
-from freda.eval.task import Task
 from freda.eval.tasks.gpqa import GPQA_DIAMOND
 from freda.eval.tasks.gsm8k import GSM8K
 from freda.eval.tasks.humaneval import HUMANEVAL
@@ -17,6 +16,7 @@ from freda.eval.tasks.mini_logic import MINI_LOGIC
 from freda.eval.tasks.mini_math import MINI_MATH
 from freda.eval.tasks.mmlu import MMLU
 from freda.eval.tasks.sums import SUMS
+from freda.eval.tasks.task import Task
 
 PUBLISHED = (MMLU, GPQA_DIAMOND, GSM8K, MATH500, HUMANEVAL, HUMANEVAL_PLUS, MBPP)
 GENERATED = (SUMS, MINI_MATH, MINI_CODE, MINI_LOGIC)  # by freda's own generators

@@ -11,8 +11,8 @@ import random
 from pathlib import Path
 
 from freda.errors import require
-from freda.eval.task import Example, Task, check_rows, csv_rows, one_by_one
 from freda.eval.tasks.letters import CHOICES, LETTERS, grade_letter, heading, right_letter, with_options
+from freda.eval.tasks.task import Example, Task, check_rows, csv_rows, one_by_one
 
 SHOTS = 5
 COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")

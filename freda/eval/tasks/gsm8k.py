@@ -10,7 +10,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from freda.eval.task import Example, Graded, Task, exemplars, json_rows, one_by_one
+from freda.eval.tasks.task import Example, Graded, Task, exemplars, json_rows, one_by_one
 
 SHOTS = 4
 STRICT = re.compile(r"[Tt]he answer is:?\s*\$?(-?[\d.,]*\d)")

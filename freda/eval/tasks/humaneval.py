@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from freda.eval.code import FUNCTION_STOPS, executed, humaneval_program
-from freda.eval.task import Example, Task, gold, json_rows
+from freda.eval.tasks.code import FUNCTION_STOPS, executed, humaneval_program
+from freda.eval.tasks.task import Example, Task, gold, json_rows
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
 

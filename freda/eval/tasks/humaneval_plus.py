@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from freda.eval.code import FUNCTION_STOPS, executed, humanevalplus_program
-from freda.eval.task import Example, Task, gold, json_rows
+from freda.eval.tasks.code import FUNCTION_STOPS, executed, humanevalplus_program
+from freda.eval.tasks.task import Example, Task, gold, json_rows
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "entry_point", "base_input", "plus_input", "atol")
 

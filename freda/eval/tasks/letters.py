@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from freda.eval.task import Example, Graded
+from freda.eval.tasks.task import Example, Graded
 
 LETTERS = "ABCD"
 CHOICES = tuple(f" {letter}" for letter in LETTERS)

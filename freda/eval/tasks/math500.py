@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from freda.errors import missing_package
-from freda.eval.task import Example, Graded, Task, exemplars, json_rows
+from freda.eval.tasks.task import Example, Graded, Task, exemplars, json_rows
 
 SHOTS = 4
 FINAL = re.compile(r"final answer is:?\s*(.+?)(?:\.\s*I hope|\.?\s*$)", re.IGNORECASE | re.DOTALL)
@@ -76,17 +76,20 @@ def _verdicts(check: Check, pairs: Sequence[tuple[str, str]], workers: int) -> d
             try:
                 found[number] = future.result(timeout=SECONDS)
             except BrokenProcessPool:
-                if workers == 1:  # among several, it is not known which answer it was
-                    found[number] = None
+                found |= {number: None} if workers == 1 else {}  # among several, it is not known which answer it was
                 break
             except TimeoutError:
                 found[number] = None
-                done = (later for later in range(number + 1, len(futures)) if futures[later].done())
-                found |= {later: futures[later].result() for later in done}
-                for process in list(pool._processes.values()):
-                    process.kill()
+                later = [place for place in range(number + 1, len(futures)) if futures[place].done()]
+                found |= {place: futures[place].result() for place in later}
+                _kill(pool)
                 break
     return found
+
+
+def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
+    for process in list(pool._processes.values()):
+        process.kill()
 
 
 def _safely(check: Check, gold: str, answer: str) -> bool | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from freda.errors import require
-from freda.eval.code import executed, mbpp_program
-from freda.eval.task import Example, Task, gold, json_rows
+from freda.eval.tasks.code import executed, mbpp_program
+from freda.eval.tasks.task import Example, Task, gold, json_rows
 
 EXEMPLARS, QUESTIONS = (2, 3, 4), range(11, 511)
 FIELDS = ("task_id", "text", "code", "test_list", "test_setup_code")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from freda.data.mini import questions_of
 from freda.data.mini_code import tests_of
-from freda.eval.code import FUNCTION_STOPS, executed, humaneval_program
-from freda.eval.task import Example, Task, gold
+from freda.eval.tasks.code import FUNCTION_STOPS, executed, humaneval_program
+from freda.eval.tasks.task import Example, Task, gold
 
 
 def load(folder: Path, count: int) -> list[Example]:

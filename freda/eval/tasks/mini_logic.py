@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from freda.data.mini import questions_of
-from freda.eval.task import Example, Task, one_by_one
 from freda.eval.tasks.letters import CHOICES, grade_letter, right_letter
+from freda.eval.tasks.task import Example, Task, one_by_one
 
 
 def load(folder: Path, count: int) -> list[Example]:

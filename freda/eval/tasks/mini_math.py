@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from freda.data.mini import questions_of
-from freda.eval.task import Example, Task, one_by_one
+from freda.eval.tasks.task import Example, Task, one_by_one
 from freda.eval.tasks.word_problems import grade_final_number
 
 

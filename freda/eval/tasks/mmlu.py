@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from freda.errors import require
-from freda.eval.task import Example, Task, check_rows, csv_rows, found, one_by_one
 from freda.eval.tasks.letters import CHOICES, LETTERS, grade_letter, heading, right_letter, with_options
+from freda.eval.tasks.task import Example, Task, check_rows, csv_rows, found, one_by_one
 
 SHOTS = 5
 

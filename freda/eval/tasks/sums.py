@@ -13,7 +13,7 @@ from pathlib import Path
 from freda.data.config import CorpusConfig
 from freda.data.generators import settings_in
 from freda.data.synthetic import problems_of
-from freda.eval.task import Example, Task, one_by_one
+from freda.eval.tasks.task import Example, Task, one_by_one
 from freda.eval.tasks.word_problems import grade_final_number
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from freda.data.synthetic import ANSWER, final_answer
-from freda.eval.task import Example, Graded
+from freda.eval.tasks.task import Example, Graded
 
 
 def grade_final_number(example: Example, text: str) -> Graded:

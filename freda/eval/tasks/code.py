@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from freda.eval.sandbox import Verdict, run_many
-from freda.eval.task import Example, Graded
+from freda.eval.tasks.task import Example, Graded
 
 FUNCTION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # what follows the body of a function
 MOST_KNOWN = 100_000  # verdicts kept, a few kilobytes each
