@@ -345,7 +345,7 @@ def test_dtype_is_kept_unless_asked_for(tokenizer: Tokenizer, tmp_path: Path) ->
     kept, wide = (load_file(tmp_path / name / "model.safetensors")[EMBEDDING] for name in ("kept", "wide"))
     assert (kept.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
     assert convert(tmp_path / "source", tmp_path / "int8", dtype="int8")["dtype"] == "int8"
-    near = load_model(tmp_path / "int8").model.embed_tokens.weight
+    near = load_model(tmp_path / "int8").backbone.embed_tokens.weight
     assert 0 < (near - wide).abs().max() <= wide.abs().max() / 200
     with pytest.raises(FredaError, match="dtype is 'int4'; use one of float32, bfloat16, float16, int8"):
         convert(tmp_path / "source", tmp_path / "other", dtype="int4")

@@ -9,7 +9,6 @@ for seed in $SEEDS; do
     same=(train.init=$runs/$seed/base train.seed=$seed)
     train "$seed/self-refine-longer" self-refine "${same[@]}" train.steps=$steps_longer
     train "$seed/block-diffusion-compute" block-diffusion "${same[@]}" train.steps=$steps_equal_compute
-    train "$seed/autoregressive-compute" block-diffusion "${same[@]}" train.steps=$steps_autoregressive \
-        method.name=autoregressive
+    train "$seed/autoregressive-compute" autoregressive "${same[@]}" train.steps=$steps_autoregressive
 done
 settle

@@ -18,7 +18,7 @@ for seed in $SEEDS; do
     same=(train.init=$runs/$seed/base train.seed=$seed) # and the same rows in the same order
     train "$seed/self-refine" self-refine "${same[@]}" train.steps=$steps
     train "$seed/block-diffusion" block-diffusion "${same[@]}" train.steps=$steps
-    train "$seed/autoregressive" block-diffusion "${same[@]}" train.steps=$steps method.name=autoregressive
+    train "$seed/autoregressive" autoregressive "${same[@]}" train.steps=$steps
 done
 settle
 for seed in $SEEDS; do

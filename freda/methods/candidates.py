@@ -36,14 +36,10 @@ def contenders(block_size: int, width: int, most: int) -> tuple[tuple[int, ...],
     level: list[tuple[int, ...]] = [()]
     while level:
         grown = {child for chosen in level for child in _above(chosen, block_size) if len(child) <= most}
-        level = []
-        for chosen in sorted(grown):
-            lower = _below(chosen)
-            if all(one in below for one in lower):
-                reached = {chosen}.union(*(below[one] for one in lower))
-                if len(reached) <= width:
-                    below[chosen] = reached
-                    level.append(chosen)
+        whole = [chosen for chosen in grown if all(one in below for one in _below(chosen))]
+        reached = {chosen: {chosen}.union(*(below[one] for one in _below(chosen))) for chosen in whole}
+        level = [chosen for chosen in whole if len(reached[chosen]) <= width]
+        below |= {chosen: reached[chosen] for chosen in level}
     return tuple(sorted(below, key=lambda chosen: (len(chosen), chosen)))
 
 
