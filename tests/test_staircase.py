@@ -154,7 +154,7 @@ INTERPRETED = """
 import torch
 from freda.model import staircase
 from freda.model.kernels import staircase as kernels
-from tests.test_staircase import tensors
+from tests.test_staircase import causal_part, tensors
 
 torch.use_deterministic_algorithms(True)  # memory that nobody writes to is NaN
 cases = ((36, 4), (64, 8), (48, 16), (32, 32), (70, 2))
@@ -163,21 +163,25 @@ for (length, block), dtype in [(case, torch.float32) for case in cases] + [((36,
         parts = (part.detach() for part in tensors(length, dtype=dtype))
         q, keys, values, own_keys, own_values, upstream = parts
         clean, own = (keys, values), (own_keys, own_values) if draft else None
-        shift = block if draft else 0
-        causal = staircase._causal(*staircase._on_diagonal(q, keys, values, shift))
-        found, wanted = kernels.merge(q, clean, own, causal, block), staircase.plain_merge(q, clean, own, causal, block)
-        rest = [part[:, :, shift:] for part in wanted]
-        back = staircase._causal_backward(
-            upstream[:, :, shift:], *staircase._on_diagonal(q, keys, values, shift), *rest
-        )
-        given = (upstream, q, clean, own, wanted, back, block)
-        pairs = [*zip(found, wanted), *zip(kernels.gradients(*given), staircase.plain_gradients(*given))]
+        wanted = staircase._plain(q, clean, own, block)
+        causal, back = causal_part(upstream, q, clean, block if draft else 0, wanted)
+        found = kernels.merge(q, clean, own, causal, block)
+        gradients = kernels.gradients(upstream, q, clean, own, wanted, back, block)
+        plain = staircase._plain_gradients(upstream, q, clean, own, wanted, block)
         error = 1e-4 if dtype == torch.float32 else 5e-3
-        for one, other in pairs:
-            if other is not None:
-                torch.testing.assert_close(one.float(), other.float(), rtol=1e-4, atol=error)
+        for one, other in zip([*found, *gradients], [*wanted, *plain], strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=1e-4, atol=error)
 print("equal")
 """
+
+
+def causal_part(upstream: Tensor, q: Tensor, clean: Pair, shift: int, whole: Pair) -> tuple[Pair, list[Tensor]]:
+    """What a library's causal kernel gives: attention and logsumexp of the keys up to the diagonal, and these keys'
+    part of the gradients of attention over all keys, whose output and logsumexp are `whole`."""
+    q, keys, values = staircase._on_diagonal(q, clean, shift)
+    rest = (whole[0][:, :, shift:], whole[1][:, :, shift:])
+    gradients = staircase._plain_gradients(upstream[:, :, shift:], q, (keys, values), None, rest, 1)
+    return staircase._plain(q, (keys, values), None, 1), gradients
 
 
 def test_the_kernels_equal_their_plain_twins() -> None:

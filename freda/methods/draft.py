@@ -216,11 +216,12 @@ def draft_mask(model: Transformer, batch: Batch, block_size: int) -> Mask:
 
 
 def _is_staircase(model: Transformer, batch: Batch, block_size: int) -> bool:
+    if model.backend != "staircase" or not batch.one_document:
+        return False
     config, weight = model.config, model.embed_tokens.weight
     fast = weight.dtype in (torch.bfloat16, torch.float16) or not weight.is_cuda  # the causal kernel is not for fp32
-    shape_fits = fits(config.heads, config.kv_heads, config.head_dim, block_size)
     before = batch.tokens.shape[1] > block_size  # a draft of the only block sees no text: nothing for a causal kernel
-    return model.backend == "staircase" and batch.one_document and fast and shape_fits and before
+    return fast and before and fits(config.heads, config.kv_heads, config.head_dim, block_size)
 
 
 def draft_logits(model: Transformer, x: Tensor, clean: CleanHalf) -> Logits:

@@ -1,8 +1,8 @@
 """The part of a row's attention that a causal kernel leaves out: at most two blocks of keys for every query.
 
 One program of the forward merges it into the causal part of 16 queries of one head; one of the backward adds its
-gradients to those of the causal part, for 16 queries of all heads that share their keys. The plain twins are
-`staircase.plain_merge` and `staircase.plain_gradients`. Both are bound by the reading and writing of what they merge.
+gradients to those of the causal part, for 16 queries of all heads that share their keys. Both are bound by
+the reading and writing of what they merge. The plain twin of the whole attention is in `model/staircase.py`.
 
 A query at place i stands on the causal diagonal at i − shift. What it is still to see: the clean keys right of the
 diagonal, up to the end of the diagonal's block, and, in a draft, the keys of its own block.
@@ -10,23 +10,19 @@ diagonal, up to the end of the diagonal's block, and, in a draft, the keys of it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from freda.model.staircase import empty_like
+from freda.model.staircase import Pair, empty_like
 
 LEAST_TILE = 16  # queries of a program, if blocks are no larger; 32 with 4 warps take half as long again
 
 
-def merge(
-    q: Tensor,
-    clean: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor] | None,
-    causal: tuple[Tensor, Tensor],
-    block: int,
-) -> tuple[Tensor, Tensor]:
+def merge(q: Tensor, clean: Pair, own: Pair | None, causal: Pair, block: int) -> Pair:
     """Attention (R, H, L, C) and logsumexp (R, H, L) over everything, from those of the causal part."""
     rows, heads, length, width = q.shape
     out = empty_like(q)
@@ -37,29 +33,16 @@ def merge(
     _merge[(triton.cdiv(length, tile), rows * heads)](
         *(q, *clean, keys, values, part, part_lse.flatten(2).contiguous(), out, lse),
         *(stride for tensor in (q, *clean, keys, values, part, out) for stride in tensor.stride()[:3]),
-        length,
-        width**-0.5,
-        HEADS=heads,
-        GROUP=heads // clean[0].shape[1],
-        BLOCK=block,
-        SHIFT=0 if own is None else block,
-        TILE=tile,
-        C=width,
+        *(length, width**-0.5, heads, heads // clean[0].shape[1], block, 0 if own is None else block, tile, width),
         num_warps=tile // 16,
     )
     return out, lse
 
 
 def gradients(
-    upstream: Tensor,
-    q: Tensor,
-    clean: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor] | None,
-    found: tuple[Tensor, Tensor],
-    causal: tuple[Tensor, Tensor, Tensor],
-    block: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, of clean keys and values, and of the draft's own; `causal` are those of the causal part."""
+    upstream: Tensor, q: Tensor, clean: Pair, own: Pair | None, found: Pair, causal: Sequence[Tensor], block: int
+) -> list[Tensor]:
+    """Gradients of q, of clean keys and values, and of a draft's own; `causal` are those of the causal part."""
     rows, heads, length, width = q.shape
     shift = 0 if own is None else block
     out, lse = found
@@ -74,17 +57,10 @@ def gradients(
     _gradients[(triton.cdiv(length, tile), rows * clean[0].shape[1])](
         *(*tensors, lse),
         *(stride for tensor in tensors for stride in tensor.stride()[:3]),
-        length,
-        width**-0.5,
-        HEADS=heads,
-        GROUP=heads // clean[0].shape[1],
-        BLOCK=block,
-        SHIFT=shift,
-        TILE=tile,
-        C=width,
+        *(length, width**-0.5, heads, heads // clean[0].shape[1], block, shift, tile, width),
         num_warps=tile // 8,
     )
-    return (for_q, *for_clean, None, None) if own is None else (for_q, *for_clean, *for_own)  # type: ignore[return-value]
+    return [for_q, *for_clean] if own is None else [for_q, *for_clean, *for_own]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
