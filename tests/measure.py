@@ -22,7 +22,6 @@ FLAGS = {"DRAFTS", "REFINES", "SCORES"}
 BESIDE_A_STEP = {  # what a training run does between its steps
     "train/checkpoint.py": None,
     "train/metrics.py": None,
-    "train/trackers.py": None,
     "train/loop.py": "validate",
 }
 ENGINE = ("decode/engine.py", "decode/batch.py", "decode/device.py", "decode/shapes.py", "decode/state.py")

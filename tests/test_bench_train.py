@@ -17,9 +17,8 @@ from freda.errors import FredaError
 from freda.methods import METHODS
 from freda.methods.method import Method, Step
 from freda.model.parts import Parts
-from freda.model.shapes import SHAPES
+from freda.model.shapes import SHAPES, visible_pairs
 from freda.train import loop
-from freda.train.flops import visible_pairs
 from tests.helpers import method
 
 

@@ -17,14 +17,13 @@ from freda.errors import FredaError
 from freda.model.masks import clean_tokens, concat, dense, draft_tokens
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
-from freda.model.shapes import SHAPES, all_parameters, head_parameters, layer_parameters
+from freda.model.shapes import SHAPES, all_parameters, counted, head_parameters, layer_parameters, visible_pairs
 from freda.model.transformer import Transformer
 from freda.train import config as configs
 from freda.train.config import RunConfig, TrainConfig
-from freda.train.flops import counted, visible_pairs
+from freda.train.metrics import make_trackers, scalars
 from freda.train.optim import clip_and_update, make_optimizer
 from freda.train.plan import memory, plan_lines
-from freda.train.trackers import make_trackers, scalars
 from tests.helpers import method, packed_batch, tiny_model
 
 ROOT = Path(__file__).parent.parent

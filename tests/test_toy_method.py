@@ -25,12 +25,11 @@ from freda.methods.method import Method, Step, Work
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import SelfRefine
 from freda.model.parts import Parts
-from freda.model.shapes import SHAPES
+from freda.model.shapes import SHAPES, visible_pairs
 from freda.sections import knob
 from freda.train import config as config_module
 from freda.train import loop
 from freda.train.config import RunConfig
-from freda.train.flops import visible_pairs
 from freda.train.loop import Result
 from freda.train.plan import flops_as, plan_lines
 from tests.helpers import small_run

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -371,14 +372,14 @@ def test_resume_needs_neither_the_working_folder_nor_the_first_model(
 
 def test_a_signal_while_saving_saves_once(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves: list[int] = []
-    save = loop._save
+    save = checkpoint.Saver.start
 
-    def signalled(run: loop.Run, saver: checkpoint.Saver, done: int, *validation: object) -> None:
+    def signalled(saver: checkpoint.Saver, model: Any, optimizer: Any, step: int, validation: float | None) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        saves.append(done)
-        save(run, saver, done, *validation)  # type: ignore[arg-type]
+        saves.append(step)
+        save(saver, model, optimizer, step, validation)
 
-    monkeypatch.setattr(loop, "_save", signalled)
+    monkeypatch.setattr(checkpoint.Saver, "start", signalled)
     result = start(tmp_path / "run", config(shards, save_every=2))
     assert saves == [2] and (result.step, result.interrupted) == (2, "SIGTERM")
 

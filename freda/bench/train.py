@@ -27,11 +27,10 @@ from freda.model import head
 from freda.model.attention import Backend, attend, pick_backend
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
-from freda.model.shapes import QWEN3_BLANK, SHAPES
+from freda.model.shapes import QWEN3_BLANK, SHAPES, visible_pairs
 from freda.model.transformer import Transformer, pick_device, rotary_frequencies
 from freda.train import loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig
-from freda.train.flops import visible_pairs
 from freda.train.optim import clip_and_update, make_optimizer, total_norm
 from freda.train.parallel import Root
 from freda.train.setup import Run, compile_layers

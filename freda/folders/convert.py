@@ -89,8 +89,8 @@ def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -
     Behind RMSNorm, a row near zero would hide α.
     """
     rows = config.vocab_size
-    problem = f"the tokenizer does not belong to the weights: it has {blank_id} ids, the table {rows} rows"
-    require(blank_id <= rows, problem)
+    odd = f"it has {blank_id} ids, the table {rows} rows"
+    require(blank_id <= rows, f"the tokenizer does not belong to the weights: {odd}")
     resized = blank_id == rows
     if resized:
         rows = -(-(blank_id + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE

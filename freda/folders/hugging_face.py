@@ -11,13 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 from freda.model.config import LLAMA3_SCALING, ModelConfig
 from freda.model.device import DTYPES as DTYPES
 from freda.model.transformer import Transformer
 
 TRANSFORMERS = "5.17.0"  # the format of config.json; without it, newer versions warn of a wrong tokenizer
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+KEYS = {  # of a shape: the names in config.json
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+}
 
 
 class Family(NamedTuple):
@@ -49,21 +59,17 @@ REFUSED = {  # keys of config.json that change the forward in a way the Transfor
 
 
 def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """Exactly the tensors of this shape, no fewer and no more; the first one that is not right is named."""
+    """Refuse any but the tensors of this shape, no fewer and no more; the error names the first that is wrong."""
     with torch.device("meta"):
         model = Transformer(config, blank_id=1)  # no shape depends on it
     expected = {hugging_face_name(name): tensor.shape for name, tensor in model.state_dict().items()}
     for name, shape in expected.items():
-        if name not in tensors:
-            raise FredaError(f"half-written: the tensor {name} is missing")
-        if tensors[name].shape != shape:
-            seen = tuple(tensors[name].shape)
-            raise FredaError(f"the tensor {name} has shape {seen}, but config.json describes {tuple(shape)}")
-        if tensors[name].dtype not in DTYPES.values():
-            raise FredaError(f"the tensor {name} is stored as {tensors[name].dtype}; quantised weights are not read")
+        require(name in tensors, f"half-written: the tensor {name} is missing")
+        seen, kind = tuple(tensors[name].shape), tensors[name].dtype
+        require(seen == shape, f"the tensor {name} has shape {seen}, but config.json describes {tuple(shape)}")
+        require(kind in DTYPES.values(), f"the tensor {name} is stored as {kind}; quantised weights are not read")
     unknown = next((name for name in tensors if name not in expected), None)
-    if unknown is not None:
-        raise FredaError(f"the tensor {unknown} has no place in the architecture that config.json names")
+    require(unknown is None, f"the tensor {unknown} has no place in the architecture that config.json names")
 
 
 def hugging_face_name(name: str) -> str:
@@ -76,11 +82,6 @@ def dtype_name(tensors: Mapping[str, Tensor]) -> str:
     return str(tensors[EMBEDDING].dtype).removeprefix("torch.")
 
 
-def own_name(name: str) -> str:
-    """A weight that Hugging Face names so, as the Transformer names it."""
-    return name.removeprefix("model.")
-
-
 # -- config.json -----------------------------------------------------------------------------------------------------
 
 
@@ -88,21 +89,14 @@ def model_config(values: Mapping[str, Any]) -> ModelConfig:
     """The shape in a Hugging Face config.json, in the spelling of transformers 4 or 5."""
     family = _family(values)
     refused = next((key for key in REFUSED if values.get(key)), None)
-    if refused is not None:
-        raise FredaError(f"config.json sets {refused}: {REFUSED[refused]} is not supported")
-    if values.get("hidden_act", "silu") != "silu":
-        raise FredaError(f"config.json has hidden_act {values['hidden_act']!r}; only silu is supported")
+    require(refused is None, f"config.json sets {refused}: {REFUSED.get(refused or '')} is not supported")
+    activation = values.get("hidden_act", "silu")
+    require(activation == "silu", f"config.json has hidden_act {activation!r}; only silu is supported")
     theta, scaling = _rope(values)
     dim, heads = _whole(values, "hidden_size"), _whole(values, "num_attention_heads")
+    defaults = {"kv_heads": heads, "head_dim": dim // heads, "max_positions": ModelConfig.max_positions}
     return ModelConfig(
-        vocab_size=_whole(values, "vocab_size"),
-        dim=dim,
-        layers=_whole(values, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=_whole(values, "num_key_value_heads", heads),
-        head_dim=_whole(values, "head_dim", dim // heads),
-        ffn_dim=_whole(values, "intermediate_size"),
-        max_positions=_whole(values, "max_position_embeddings", ModelConfig.max_positions),
+        **{own: _whole(values, key, defaults.get(own)) for own, key in KEYS.items()},
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=float(values.get("rms_norm_eps", ModelConfig.norm_eps)),
@@ -120,15 +114,8 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
         "architectures": [family.architecture],
         "transformers_version": TRANSFORMERS,
         "model_type": family.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
+        **{key: getattr(config, own) for own, key in KEYS.items()},
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
@@ -143,13 +130,11 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def _family(values: Mapping[str, Any]) -> Family:
-    architecture = next(iter(values.get("architectures") or []), None)
+    named = next(iter(values.get("architectures") or []), None)
+    seen = named or values.get("model_type")
     for family in FAMILIES:
-        if architecture == family.architecture or (
-            architecture is None and values.get("model_type") == family.model_type
-        ):
+        if seen == (family.architecture if named else family.model_type):
             return family
-    seen = architecture or values.get("model_type")
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise FredaError(f"config.json names the architecture {seen!r}, which is not supported; supported: {supported}")
 
@@ -159,15 +144,13 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     parameters = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     theta = float(parameters.get("rope_theta", values.get("rope_theta", ModelConfig.rope_theta)))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise FredaError("config.json sets partial_rotary_factor: rotating a part of each head is not supported")
+    part = parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    require(part == 1.0, "config.json sets partial_rotary_factor: rotating a part of each head is not supported")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise FredaError(f"config.json has the rope type {kind!r}, which is not supported; supported: default, llama3")
-    missing = [key for key in LLAMA3_SCALING if key not in parameters]
-    if missing:
-        raise FredaError(f"config.json has the rope type llama3 without its {missing[0]}")
+    require(kind == "llama3", f"config.json has the rope type {kind!r}, which is not supported; use default or llama3")
+    missing = next((key for key in LLAMA3_SCALING if key not in parameters), None)
+    require(missing is None, f"config.json has the rope type llama3 without its {missing}")
     return theta, {"rope_type": kind, **{key: parameters[key] for key in LLAMA3_SCALING}}
 
 

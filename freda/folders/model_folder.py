@@ -15,33 +15,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from freda.data.tokenizer import Tokenizer
-from freda.errors import FredaError, require
+from freda.errors import require
 from freda.files import located, read_json, written_beside
-from freda.folders.hugging_face import (
-    EMBEDDING,
-    check_tensors,
-    dtype_name,
-    hugging_face_config,
-    hugging_face_name,
-    model_config,
-    own_name,
-)
+from freda.folders.hugging_face import check_tensors, dtype_name, hugging_face_config, hugging_face_name, model_config
 from freda.folders.resolve import resolve_model_folder
-from freda.folders.tensors import Part, fill_parts, read_safetensors, save_tensors, weight_files
+from freda.folders.tensors import fill_parts, read_safetensors, save_tensors, weight_files
 from freda.methods import METHODS
 from freda.methods.method import Method
 from freda.model.config import ModelConfig
-from freda.model.parts import BACKBONE, Parts
+from freda.model.parts import BACKBONE, Part, Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, rotary_frequencies
 
 SCORER_FILE = "scorer.safetensors"
+M = TypeVar("M", Transformer, Scorer)
 
 
 class About(NamedTuple):
@@ -70,11 +63,6 @@ class LoadedModel(NamedTuple):
         """The Best-of-N scorer, where there is one."""
         return self.parts.scorer
 
-    @property
-    def about(self) -> About:
-        """What the folder says beside its weights."""
-        return About(self.tokenizer, self.method, self.stage)
-
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -87,19 +75,20 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
     folder = resolve_model_folder(path)
     with located(folder):
         values = read_json(folder / "config.json")
-        section = values.get("freda")
-        if not isinstance(section, dict):
-            raise FredaError(f"a plain Hugging Face checkpoint; run: freda convert {folder} TARGET")
+        section: Any = values.get("freda")
+        require(isinstance(section, dict), f"a plain Hugging Face checkpoint; run: freda convert {folder} TARGET")
         config, method = model_config(values), _method(section)
     tokenizer = Tokenizer.load(folder)
     with located(folder):
         _check_tokenizer(tokenizer, section, config)
         tensors = read_safetensors(weight_files(folder), device, dtype)
         check_tensors(tensors, config)
-        backbone = _build(config, tokenizer.blank_id, tensors)
-        scorer = None
-        if (folder / SCORER_FILE).is_file():
-            scorer = _load_scorer(folder / SCORER_FILE, config, device, dtype)
+        with torch.device("meta"):
+            backbone = Transformer(config, tokenizer.blank_id)
+        _filled(backbone, config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+        scorer, path = None, folder / SCORER_FILE
+        if path.is_file():
+            scorer = _load_scorer(path, config, device, dtype)
     return LoadedModel(Parts(backbone, scorer), tokenizer, method, str(section["stage"]))
 
 
@@ -117,13 +106,12 @@ def part_file(part: str) -> str:
     return "model.safetensors" if part == BACKBONE else f"{part}.safetensors"
 
 
-def _build(config: ModelConfig, blank_id: int, tensors: Mapping[str, Tensor]) -> Transformer:
-    """A Transformer that holds `tensors` themselves; built without storage, because random weights take a while."""
-    with torch.device("meta"):
-        model = Transformer(config, blank_id)
-    model.load_state_dict({own_name(name): tensor for name, tensor in tensors.items()}, assign=True)
-    model.inv_freq = rotary_frequencies(config).to(tensors[EMBEDDING].device)  # a buffer that is never stored
-    return model
+def _filled(module: M, config: ModelConfig, tensors: Mapping[str, Tensor]) -> M:
+    """A module built without storage, because random weights take a while, that holds `tensors` themselves."""
+    module.load_state_dict(tensors, assign=True)
+    device = next(iter(tensors.values())).device
+    module.inv_freq = rotary_frequencies(config).to(device)  # a buffer that is never stored
+    return module
 
 
 def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Scorer:
@@ -131,17 +119,14 @@ def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dt
     tensors = read_safetensors([path], device, dtype)
     with torch.device("meta"):
         scorer = Scorer(config, last_layer=any(name.startswith("last_layer.") for name in tensors))
-    expected = {name: tuple(tensor.shape) for name, tensor in scorer.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    expected, found = (
+        {name: tuple(tensor.shape) for name, tensor in state.items()} for state in (scorer.state_dict(), tensors)
+    )
     for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise FredaError(
-                f"{SCORER_FILE} does not belong to the model: {name} has shape {found.get(name, 'none')}, "
-                f"the model needs {expected.get(name, 'none')}; train the scorer again"
-            )
-    scorer.load_state_dict(tensors, assign=True)
-    scorer.inv_freq = rotary_frequencies(config).to(device)
-    return scorer
+        wanted, seen = expected.get(name, "none"), found.get(name, "none")
+        problem = f"{path.name} does not belong to the model: {name} has shape {seen}, the model needs {wanted}"
+        require(wanted == seen, f"{problem}; train the scorer again")
+    return _filled(scorer, config, tensors)
 
 
 def _method(section: Mapping[str, Any]) -> Method:
@@ -155,7 +140,7 @@ def _method(section: Mapping[str, Any]) -> Method:
 
 def _check_tokenizer(tokenizer: Tokenizer, section: Mapping[str, Any], config: ModelConfig) -> None:
     """The tokenizer must be the one that the weights were trained with."""
-    trained = section.get("tokenizer")
+    trained, hint = section.get("tokenizer"), "put back the tokenizer files of this model"
     wrong = ""
     if tokenizer.blank_id != section["blank_token_id"]:
         wrong = f"its BLANK is {tokenizer.blank_id}, config.json says {section['blank_token_id']}"
@@ -163,7 +148,6 @@ def _check_tokenizer(tokenizer: Tokenizer, section: Mapping[str, Any], config: M
         wrong = f"it has {tokenizer.size} ids, the embedding table {config.vocab_size} rows"
     elif tokenizer.fingerprint != trained:
         wrong = f"it is {tokenizer.fingerprint[:8]}, they were trained with {str(trained)[:8]}"
-    hint = "put back the tokenizer files of this model"
     require(not wrong, f"the tokenizer does not belong to the weights: {wrong}; {hint}")
 
 
@@ -173,27 +157,17 @@ def _check_tokenizer(tokenizer: Tokenizer, section: Mapping[str, Any], config: M
 def save_model(folder: Path, loaded: LoadedModel, *, dtype: torch.dtype | None = None, replace: bool = False) -> None:
     """Write a model folder; `dtype` casts the weights. An existing folder is an error unless it may be replaced."""
     with written_beside(folder, replace) as temporary:
-        write_model(temporary, loaded, dtype=dtype)
-
-
-def write_model(folder: Path, loaded: LoadedModel, *, dtype: torch.dtype | None = None) -> None:
-    """Write the files of a model into a folder that exists."""
-    for part, module in loaded.parts.named_children():
-        state = {name: tensor.detach().to(device="cpu", dtype=dtype) for name, tensor in module.state_dict().items()}
-        if part == BACKBONE:
-            tensors = {hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
-            write_files(folder, loaded.backbone.config, tensors, loaded.about)
-        else:
-            save_tensors(state, folder / part_file(part))
+        for part, module in loaded.parts.named_children():
+            state = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
+            if part == BACKBONE:
+                tensors = {hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
+                write_files(temporary, loaded.backbone.config, tensors, About(*loaded[1:]))
+            else:
+                save_tensors(state, temporary / part_file(part))
 
 
 def write_files(
-    folder: Path,
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    about: About,
-    *,
-    file: str = "model.safetensors",
+    folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], about: About, *, file: str = "model.safetensors"
 ) -> None:
     """config.json, `file` (the backbone under its Hugging Face names, with the embedding) and the tokenizer's files."""
     tokenizer, method, stage = about

@@ -6,28 +6,17 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 from freda.files import read_json
 from freda.folders.quantize import SCALE, stays_packed, unpacked
-
-
-class Part(NamedTuple):
-    """Rows of a weight, to be filled: those that this process holds, or all."""
-
-    tensor: Tensor  # (n, ...); n may be 0
-    first: int  # the weight's row that is the first of these
-
-    def of(self, whole: Any) -> Tensor:
-        """These rows of the whole weight, which may be a tensor or lie in a file."""
-        rows: Tensor = whole[self.first : self.first + self.tensor.shape[0]]
-        return rows
+from freda.model.parts import Part
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -35,18 +24,16 @@ def weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing or not names:
-            raise FredaError(f"half-written: {missing[0] if missing else 'weight_map'} of {index.name} is missing")
-        return [folder / name for name in names]
-    if any(folder.glob("pytorch_model*.bin")):
-        raise FredaError(
-            "its weights are a pickle (pytorch_model.bin), which is never read because it can run code; "
-            "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
-        )
-    raise FredaError("half-written: model.safetensors is missing; write or download the folder again")
+    require(
+        index.is_file() or not any(folder.glob("pytorch_model*.bin")),
+        "its weights are a pickle (pytorch_model.bin), which is never read because it can run code; "
+        "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)",
+    )
+    require(index.is_file(), "half-written: model.safetensors is missing; write or download the folder again")
+    names = sorted(set(read_json(index).get("weight_map", {}).values())) or ["weight_map"]
+    missing = next((name for name in names if not (folder / name).is_file()), None)
+    require(missing is None, f"half-written: {missing} of {index.name} is missing")
+    return [folder / name for name in names]
 
 
 def read_safetensors(
@@ -77,8 +64,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def fill_parts(paths: Sequence[Path], parts: Mapping[str, Part]) -> None:
-    """Give parts of tensors their values. All are in the files, under these names and as `read_safetensors` has them;
-    of the files no other rows are read, and of the parts one at a time is held twice."""
+    """Give parts of tensors their values. All are in the files, under these names and as `read_safetensors` has them.
+    No other rows of the files are read, and one part at a time is held twice."""
     with contextlib.ExitStack() as stack:
         holders: dict[str, tuple[Path, Any]] = {}
         for path in paths:
@@ -87,7 +74,7 @@ def fill_parts(paths: Sequence[Path], parts: Mapping[str, Part]) -> None:
                 holders |= dict.fromkeys(file.keys(), (path, file))
         for name, part in parts.items():
             if part.tensor.numel():
-                found = {key: _rows(*holders[key], key, part) for key in (name, name + SCALE) if key in holders}
+                found = {key: _rows(*holders[key], key, part) for key in {name, name + SCALE} & holders.keys()}
                 part.tensor.copy_(unpacked(found, part.tensor.dtype)[name])
 
 

@@ -7,14 +7,27 @@ knows nothing of the others.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 
 BACKBONE = "backbone"
+
+
+class Part(NamedTuple):
+    """Rows of a weight, to be filled: those that this process holds, or all."""
+
+    tensor: Tensor  # (n, ...); n may be 0
+    first: int  # the weight's row that is the first of these
+
+    def of(self, whole: Any) -> Tensor:
+        """These rows of the whole weight, which may be a tensor or lie in a file."""
+        rows: Tensor = whole[self.first : self.first + self.tensor.shape[0]]
+        return rows
 
 
 class Parts(nn.Module):

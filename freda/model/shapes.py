@@ -1,9 +1,10 @@
-"""Shapes of published models, for benchmarks and plans that need no weights."""
+"""Shapes of published models, and the arithmetic of a shape: its parameters, and the pairs that attention computes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from freda.data.loader import Batch
 from freda.model.config import ModelConfig
 
 _QWEN3: dict[str, Any] = {
@@ -40,3 +41,18 @@ def head_parameters(shape: ModelConfig) -> int:
 def all_parameters(shape: ModelConfig) -> int:
     """Parameters of a model without a scorer."""
     return layer_parameters(shape) + head_parameters(shape) * (1 if shape.tied else 2) + shape.dim
+
+
+def visible_pairs(lengths: list[int], block_size: int) -> int:
+    """Pairs of a token and a key it sees in clean documents of these lengths; drafts over them have as many.
+
+    A clean token of block j sees j + 1 blocks; a drafted one j clean blocks and its own draft.
+    """
+    blocks = [-(-length // block_size) for length in lengths]
+    return sum(block_size * block_size * count * (count + 1) // 2 for count in blocks)
+
+
+def counted(batch: Batch, block_size: int) -> tuple[int, int]:
+    """Tokens of packed rows without padding, and pairs as `visible_pairs` counts them."""
+    real = batch.document >= 0
+    return int(real.sum()), int(((batch.position // block_size + 1) * block_size * real).sum())

@@ -140,8 +140,8 @@ def _plain_gradients(
     for_keys, for_values = (
         whole.unflatten(1, (-1, group)).sum(2).chunk(parts, dim=2) for whole in (ds.mT @ q.float(), p.mT @ wide)
     )
-    pairs = zip(for_keys, for_values, strict=True)
-    return [laid_out(part.to(q.dtype)) for part in (ds @ keys, *(part for pair in pairs for part in pair))]
+    made = (ds @ keys, *(part for pair in zip(for_keys, for_values, strict=True) for part in pair))
+    return [empty_like(part).copy_(part).to(q.dtype) for part in made]
 
 
 def _plain_scores(q: Tensor, clean: Pair, own: Pair | None, block: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -111,7 +111,7 @@ class Saver:
     """
 
     def __init__(self, run: Path, about: About, ranks: Ranks, *, keep: int) -> None:
-        self._run, self._about, self._ranks, self._keep = run, about, ranks, keep
+        self.run, self._about, self._ranks, self._keep = run, about, ranks, keep
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -150,7 +150,7 @@ class Saver:
             self._error = error
 
     def _write(self, shot: Snapshot, shape: ModelConfig) -> None:
-        folder = self._run / "checkpoints" / f"step-{shot.step}"
+        folder = self.run / "checkpoints" / f"step-{shot.step}"
         temporary, ranks, group = beside(folder), self._ranks, self._ranks.saving
         with contextlib.ExitStack() as stack, _cannot_write(folder):
 
@@ -162,8 +162,8 @@ class Saver:
                 if ranks.first:
                     _write_json(temporary / CHECKSUMS, {name: sums[name] for sums in every for name in sorted(sums)})
                     stack.close()  # renamed
-                    write_whole(self._run / "latest", folder.name + "\n")
-                    prune(self._run, self._keep)
+                    write_whole(self.run / "latest", folder.name + "\n")
+                    prune(self.run, self._keep)
 
             ranks.agree(begin, group)
             ranks.agree(lambda: self._write_weights(temporary, shot, shape), group)

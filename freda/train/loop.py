@@ -13,10 +13,11 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,15 +29,14 @@ from freda.files import write_whole
 from freda.folders.model_folder import About
 from freda.folders.resolve import model_path
 from freda.methods.method import Step
+from freda.model.shapes import counted
 from freda.train import checkpoint
 from freda.train import config as config_module
 from freda.train.config import RunConfig
-from freda.train.flops import counted
-from freda.train.metrics import MetricsFile, ProgressLine
+from freda.train.metrics import MetricsFile, ProgressLine, make_trackers, scalars
 from freda.train.optim import clip_and_update, learning_rate, pass_numbers, total_norm
 from freda.train.parallel import Ranks, own_part, release
 from freda.train.setup import Run, setup
-from freda.train.trackers import make_trackers, scalars
 
 VALIDATION_STEP = 0  # validation noise is that of a fixed step, so that its numbers can be compared
 
@@ -52,20 +52,10 @@ class Result:
     seconds: float
 
 
-def check_unused(folder: Path) -> None:
-    """A new run must not mix with what is there."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FredaError(
-            f"{folder} is not empty; resume it with: freda train --resume {folder}, or choose another folder"
-        )
-
-
 def resume_run(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of an existing run. Of all settings only `train.steps` can be overridden, to extend the run."""
-    if not folder.is_dir():
-        raise FredaError(f"there is no run folder {folder}")
-    if not (folder / "config.toml").is_file():
-        raise FredaError(f"{folder} is not a run folder: it has no config.toml")
+    require(folder.is_dir(), f"there is no run folder {folder}")
+    require((folder / "config.toml").is_file(), f"{folder} is not a run folder: it has no config.toml")
     for override in overrides:
         require(
             override.partition("=")[0].strip() == "train.steps",
@@ -82,35 +72,41 @@ def train(
     config: RunConfig, folder: Path, *, resume: bool = False, name: str = "train", ranks: Ranks = Ranks()
 ) -> Result:
     """Train to the end, or until interrupted; in both cases everything is saved. `folder` is new, or resumed."""
-    if not resume:
-        ranks.agree(lambda: check_unused(folder))
-    config = _with_absolute_paths(config)
-    saved = checkpoint.resumable(folder, ranks, note if ranks.first else lambda _: None) if resume else None
-    if saved is not None and checkpoint.steps_done(saved) >= config.train.steps:
-        return _finished(folder, saved, ranks)
-    run = setup(config, saved, ranks)  # before the folder is made: a wrong config leaves nothing behind
-    done = 0 if saved is None else checkpoint.restore(saved, run.parts, run.optimizer, ranks)
 
-    def write_config() -> None:
+    def prepare_folder(config: RunConfig) -> None:
         if ranks.first and not (resume and resume_run(folder) == config):
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / "config.toml", config_module.dump(run.config))
+            write_whole(folder / "config.toml", config_module.dump(config))
 
-    ranks.agree(write_config)
+    if not resume:
+        ranks.agree(lambda: _check_unused(folder))
+    config = _with_absolute_paths(config)
+    saved = checkpoint.resumable(folder, ranks, note if ranks.first else lambda _: None) if resume else None
+    done = 0 if saved is None else checkpoint.steps_done(saved)
+    if saved is not None and done >= config.train.steps:
+        if ranks.first:
+            note(
+                f"{folder} is already finished, at step {done}; to extend it: freda train --resume {folder} --set "
+                f"train.steps=N with N above {done}; to train from it with other settings: train.init={folder} in a "
+                f"new run"
+            )
+        return Result(saved, done, "", {}, 0.0)
+    run = setup(config, saved, ranks)  # before the folder is made: a wrong config leaves nothing behind
+    if saved is not None:
+        checkpoint.restore(saved, run.parts, run.optimizer, ranks)
+    ranks.agree(lambda: prepare_folder(run.config))
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
-    with line, _stop_signals() as stop, prefetch(run, done) as run.ahead:
-        return _run_steps(run, folder, done, line, stop)
+    saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), ranks, keep=config.train.keep)
+    with line, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
+        return _run_steps(run, saver, done, line, stop)
 
 
-def _finished(folder: Path, saved: Path, ranks: Ranks) -> Result:
-    """The result of resuming a run that has done all its steps; says how to train longer."""
-    done = checkpoint.steps_done(saved)
-    if ranks.first:
-        note(
-            f"{folder} is already finished, at step {done}; to extend it: freda train --resume {folder} --set "
-            f"train.steps=N with N above {done}; to train from it with other settings: train.init={folder} in a new run"
-        )
-    return Result(saved, done, "", {}, 0.0)
+def _check_unused(folder: Path) -> None:
+    """A new run must not mix with what is there."""
+    require(
+        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
+        f"{folder} is not empty; resume it with: freda train --resume {folder}, or choose another folder",
+    )
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -120,45 +116,43 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     return replace(config, data=data, train=replace(config.train, init=init))
 
 
-def _run_steps(run: Run, folder: Path, done: int, line: ProgressLine, stop: list[str]) -> Result:
+def _run_steps(run: Run, saver: checkpoint.Saver, done: int, line: ProgressLine, stop: list[str]) -> Result:
     """Steps, and what is due after them; whatever ends the run, its last state is saved."""
     config, first, begun = run.config.train, done, time.perf_counter()
-    write = _metrics_writer(run, folder, done)
+    write = _metrics_writer(run, saver.run, done)
     validation: dict[str, float] = {}
     saved_at, longest_wait, interrupted = done, 0.0, ""
-    saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), run.ranks, keep=config.keep)
-    with saver:
-        try:
-            while done < config.steps and not (interrupted := _interruption(run, saver, stop)):
-                numbers = take_step(run, done)
-                done += 1
-                elapsed = time.perf_counter() - begun
-                numbers["tokens_per_s"] = (done - first) * config.batch_rows * run.config.data.seq_len / elapsed
-                line.show(done, numbers, (config.steps - done) * elapsed / (done - first))
-                longest_wait = max(longest_wait, numbers["data_wait"])
-                if done == 1:
-                    write({"step": done, "data": {"rows": run.rows.rows, "fullness": run.rows.fullness}})
-                if _due(done, config.log_every, config.steps):
-                    write({"step": done, **numbers, "data_wait_longest": longest_wait})
-                    longest_wait = 0.0
-                judged = _due(done, config.validate_every, config.steps)
-                if judged:
-                    validation = validate(run)
-                    write({"step": done, "validation": validation})
-                if _due(done, config.save_every, config.steps):
-                    saved_at = done
-                    _save(run, saver, done, validation if judged else {})
-            if done > saved_at:  # stopped by a signal
-                _save(run, saver, done)
+    try:
+        while done < config.steps and not (interrupted := _interruption(run, saver, stop)):
+            numbers = take_step(run, done)
+            done += 1
+            elapsed = time.perf_counter() - begun
+            numbers["tokens_per_s"] = (done - first) * config.batch_rows * run.config.data.seq_len / elapsed
+            line.show(done, numbers, (config.steps - done) * elapsed / (done - first))
+            longest_wait = max(longest_wait, numbers["data_wait"])
+            if done == 1:
+                write({"step": done, "data": {"rows": run.rows.rows, "fullness": run.rows.fullness}})
+            if _due(done, config.log_every, config.steps):
+                write({"step": done, **numbers, "data_wait_longest": longest_wait})
+                longest_wait = 0.0
+            judged = _due(done, config.validate_every, config.steps)
+            if judged:
+                validation = validate(run)
+                write({"step": done, "validation": validation})
+            if _due(done, config.save_every, config.steps):
+                saved_at = done
+                saver.start(run.parts, run.optimizer, done, validation["loss"] if judged else None)
+        if done > saved_at:  # stopped by a signal
+            saver.start(run.parts, run.optimizer, done, None)
+        saver.wait()
+    except (FredaError, OSError):  # raised before an update or beside one, so the last state is good: keep it
+        if done > saved_at and not saver.failed:
+            saver.start(run.parts, run.optimizer, done, None)
             saver.wait()
-        except (FredaError, OSError):  # raised before an update or beside one, so the last state is good: keep it
-            if done > saved_at and not saver.failed:
-                _save(run, saver, done)
-                saver.wait()
-            raise
+        raise
     if interrupted:
         line.note(f"{line.name}: {interrupted} after step {done} of {config.steps}: saved and stopped")
-    saved = checkpoint.latest(folder) or folder
+    saved = checkpoint.latest(saver.run) or saver.run
     return Result(saved, done, interrupted, validation, time.perf_counter() - begun)
 
 
@@ -188,10 +182,6 @@ def _interruption(run: Run, saver: checkpoint.Saver, stop: list[str]) -> str:
 
 def _due(done: int, every: int, steps: int) -> bool:
     return done == steps or (every > 0 and done % every == 0)
-
-
-def _save(run: Run, saver: checkpoint.Saver, done: int, validation: Mapping[str, float] = MappingProxyType({})) -> None:
-    saver.start(run.parts, run.optimizer, done, validation.get("loss"))
 
 
 def read_batches(run: Run, step: int) -> list[Batch]:
@@ -267,12 +257,10 @@ def _speed(run: Run, flops: float, waited: float, seconds: float) -> dict[str, f
 def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) -> Tensor:
     """Backward of every group, its loss divided by the `labels` of the whole step; the sums of loss of this rank's
     groups, on the device in fp64."""
-    config = run.config
-    seed = config.train.seed
-    losses = []
+    config, losses = run.config.train, []
     for batch, share, passes in zip(batches, run.shares, _passes(run, step), strict=True):
         row = torch.arange(share.start, share.stop)
-        at = Step(seed, step, row, step / config.train.steps, passes, run.ranks.total)
+        at = Step(config.seed, step, row, step / config.steps, passes, run.ranks.total)
         loss = run.call(run.method.loss, batch, at)
         (loss / labels).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach().double())
@@ -290,50 +278,47 @@ def _passes(run: Run, step: int) -> list[int]:
 
 def _by_passes(run: Run, step: int, losses: list[float], labels: list[int]) -> dict[str, float]:
     """The mean loss per label by number of passes."""
-    sums = dict[int, tuple[float, int]]()
+    sums, counts = defaultdict[int, float](float), defaultdict[int, int](int)
     for passes, loss, count in zip(_passes(run, step), losses, labels, strict=True):
-        old, before = sums.get(passes, (0.0, 0))
-        sums[passes] = (old + loss, before + count)
-    return {str(passes): loss / count for passes, (loss, count) in sorted(sums.items())}
+        sums[passes] += loss
+        counts[passes] += count
+    return {str(passes): sums[passes] / counts[passes] for passes in sorted(sums)}
 
 
 def _require_finite(run: Run, step: int, losses: list[list[float]], norm: float, labels: int) -> None:
     """Stop before an update that would ruin the weights, and say which rows to look at."""
-    if math.isfinite(norm) and all(math.isfinite(loss) for row in losses for loss in row):
+    by_place = {(rank, group): loss for rank, row in enumerate(losses) for group, loss in enumerate(row)}
+    bad = [place for place, loss in by_place.items() if not math.isfinite(loss)]
+    if math.isfinite(norm) and not bad:
         return
     config = run.config.train
-    first, last, where = 0, config.batch_rows - 1, ""
-    bad = [
-        (rank, group) for rank, row in enumerate(losses) for group, loss in enumerate(row) if not math.isfinite(loss)
-    ]
+    rows, where = range(config.batch_rows), ""
     if bad:
         rank, group = bad[0]
-        share = rank_rows(config.batch_rows, config.group_rows, rank=rank, world=run.ranks.world)[group]
-        first, last, where = share.start, share.stop - 1, f", rank {rank}"
+        rows = rank_rows(config.batch_rows, config.group_rows, rank=rank, world=run.ranks.world)[group]
+        where = f", rank {rank}"
     start = run.config.data.first_row + step * config.batch_rows
     raise AgreedError(
-        f"loss {sum(map(sum, losses)) / labels} and gradient norm {norm} at step {step}{where}, "
-        f"rows {start + first} to {start + last}: stopped before the update; lower train.lr or look at these rows"
+        f"loss {sum(by_place.values()) / labels} and gradient norm {norm} at step {step}{where}, "
+        f"rows {start + rows[0]} to {start + rows[-1]}: stopped before the update; lower train.lr or look at these rows"
     )
 
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, float]:
     """Mean over the labels of the held-out rows of everything the method reports; each rank takes a part of them."""
-    config, ranks = run.config, run.ranks
-    size, count = config.train.group_rows, min(config.train.validation_rows, run.validation_rows.rows)
+    config, ranks = run.config.train, run.ranks
+    size, count = config.group_rows, min(config.validation_rows, run.validation_rows.rows)
     sums, names = list[Tensor](), list[str]()
     for first in range(0, count, size):
         batch, row = _validation_share(run, first, min(size, count - first))
-        at = Step(config.train.seed, VALIDATION_STEP, row, 1.0, run.method.training_passes)
+        at = Step(config.seed, VALIDATION_STEP, row, 1.0, run.method.training_passes)
         found = run.call(run.method.validate, batch, at)
-        names = ["labels", *found]
-        counted = run.method.labels(batch).sum()
-        sums.append(torch.stack([value.double() for value in (counted, *found.values())]))
+        names = list(found)
+        sums.append(torch.stack([value.double() for value in (run.method.labels(batch).sum(), *found.values())]))
     release(run.root)
-    every = ranks.agree(lambda: ranks.gather(torch.stack(sums).sum(0))).sum(0).tolist()
-    labels, *values = every
-    return {name: value / labels for name, value in zip(names[1:], values, strict=True)}
+    labels, *values = ranks.agree(lambda: ranks.gather(torch.stack(sums).sum(0))).sum(0).tolist()
+    return {name: value / labels for name, value in zip(names, values, strict=True)}
 
 
 def _validation_share(run: Run, first: int, count: int) -> tuple[Batch, Tensor]:
@@ -341,11 +326,9 @@ def _validation_share(run: Run, first: int, count: int) -> tuple[Batch, Tensor]:
     each other's layers: a rank that has run out repeats the last row, as padding."""
     share = -(-count // run.ranks.world)
     row = first + run.ranks.rank * share + torch.arange(share)
-    beyond = row >= first + count
     held = row.clamp_max(first + count - 1)
-    parts = [run.validation_rows.batch(int(number), 1) for number in held]
-    batch = Batch.cat(parts)
-    batch.document[beyond] = -1
+    batch = Batch.cat([run.validation_rows.batch(int(number), 1) for number in held])
+    batch.document[row != held] = -1
     return to_device(batch, run.device), held
 
 

@@ -32,8 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from freda.errors import AgreedError, FredaError, require
-from freda.folders.tensors import Part
-from freda.model.parts import BACKBONE, Parts
+from freda.model.parts import BACKBONE, Part, Parts
 from freda.model.transformer import Layer
 
 T = TypeVar("T")

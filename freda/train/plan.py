@@ -11,9 +11,8 @@ from pathlib import Path
 
 from freda.errors import FredaError, require
 from freda.model.config import ModelConfig
-from freda.model.shapes import SHAPES, all_parameters
+from freda.model.shapes import SHAPES, all_parameters, visible_pairs
 from freda.train.config import RunConfig
-from freda.train.flops import visible_pairs
 
 # Of one H200 with the 4B shape, 2 rows of 4,096: 60% of its matmul rate. So it was with FlexAttention and the library's
 # AdamW, which packed rows and several processes use; rows of one document on one GPU reach 500 and more.
