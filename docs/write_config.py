@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from pathlib import Path
 
 from freda.data.config import PrepareFile
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.eval.config import SweepFile
-from freda.sections import key_lines, reference_lines
+from freda.sections import NAMED, toml_value
 from freda.train.config import RunConfig
 
 PAGE = Path(__file__).parent / "config.md"
@@ -26,6 +28,24 @@ def reference() -> str:
     lines += ["", "# `freda prepare`", *reference_lines(PrepareFile)]
     lines += ["", "# `freda sweep`", *reference_lines(SweepFile)]
     return "\n".join(lines) + "\n"
+
+
+def reference_lines(kind: type) -> list[str]:
+    """Documentation in Markdown: for every section of a dataclass its docstring and a table of its keys."""
+    lines = []
+    for name, hint in typing.get_type_hints(kind).items():
+        section = typing.get_args(hint)[1] if name in NAMED else hint
+        lines += ["", f"## {(section.__doc__ or '').strip()}", *key_lines(section)]
+    return lines
+
+
+def key_lines(section: type) -> list[str]:
+    """A table in Markdown of the keys of one section."""
+    lines = ["", "| key | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(section):
+        default = "none" if field.default is None else toml_value(field.default)
+        lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file that is, at any moment, as it was or complete."""
     beside(path).write_text(text, encoding="utf-8")
     os.replace(beside(path), path)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON object into a folder that nobody else sees yet."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def flush(path: Path) -> None:

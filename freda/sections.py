@@ -25,6 +25,12 @@ def knob(default: Any, help: str, *, stored: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "stored": stored})
 
 
+def require_at_least(least: int, config: Any, section: str, *names: str) -> None:
+    """Reject settings of a section that are below `least`."""
+    for name in names:
+        require(getattr(config, name) >= least, f"{section}.{name} is {getattr(config, name)}; use {least} or more")
+
+
 def read_tables(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     """The tables of a TOML file (none without a path) with `section.key=value` overrides applied, in order."""
     values: dict[str, Any] = {}
@@ -60,24 +66,6 @@ def tables_as_toml(sections: Mapping[str, Any]) -> str:
         for title, table in tables.items() if section in NAMED else [(section, values)]:
             lines += [f"[{title}]", *(f"{key} = {toml_value(value)}" for key, value in table.items()), ""]
     return "\n".join(lines)
-
-
-def reference_lines(kind: type) -> list[str]:
-    """Documentation in Markdown: for every section of a dataclass its docstring and a table of its keys."""
-    lines = []
-    for name, hint in typing.get_type_hints(kind).items():
-        section = typing.get_args(hint)[1] if name in NAMED else hint
-        lines += ["", f"## {(section.__doc__ or '').strip()}", *key_lines(section)]
-    return lines
-
-
-def key_lines(section: type) -> list[str]:
-    """A table in Markdown of the keys of one section."""
-    lines = ["", "| key | default | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(section):
-        default = "none" if field.default is None else toml_value(field.default)
-        lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
-    return lines
 
 
 def toml_value(value: Any) -> str:

@@ -75,6 +75,15 @@ def tiny_model(seed: int = 0, **shape: object) -> Transformer:
     return model
 
 
+@torch.no_grad()
+def init_weights(module: Transformer | Scorer, seed: int, backbone: Transformer | None = None) -> None:
+    """Start with the weights of a new run; a last layer that a scorer has starts as the backbone's."""
+    if isinstance(module, Scorer) and module.last_layer is not None and backbone is not None:
+        module.last_layer.load_state_dict(backbone.layers[-1].state_dict())
+    for name, value in module.random_weights(seed):
+        module.get_parameter(name).copy_(value)
+
+
 def scored_model(seed: int = 0, scale: float = 0.4, *, last_layer: bool = False) -> Parts:
     """A tiny model with a scorer that has opinions."""
     model = tiny_model(seed)
@@ -99,7 +108,7 @@ def answering_model(
     tokenizer = train_tokenizer(texts, vocab_size)
     values = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_dim": 48, **shape}
     network = Transformer(ModelConfig(vocab_size=tokenizer.size, **values), tokenizer.blank_id)  # type: ignore[arg-type]
-    network.init_weights(seed)
+    init_weights(network, seed)
     with torch.no_grad():
         network.embed_tokens.weight.mul_(20)
     return LoadedModel(Parts(network), tokenizer, METHODS[method](), "test")

@@ -23,7 +23,7 @@ from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.train import loop
-from tests.helpers import EOS, method, packed_batch, scored_model, small_run
+from tests.helpers import EOS, init_weights, method, packed_batch, scored_model, small_run
 
 BEST = BestOfN(block_size=4, num_negatives=3)
 
@@ -278,7 +278,7 @@ def test_stage_two_trains_the_scorer_and_leaves_the_backbone_alone(
     old, new = before.backbone.state_dict(), after.backbone.state_dict()
     assert all(torch.equal(old[name], new[name]) for name in old), "bit for bit"
     fresh = Scorer(after.backbone.config, last_layer=scorer_layer)
-    fresh.init_weights(config.train.seed, before.backbone)
+    init_weights(fresh, config.train.seed, before.backbone)
     moved = [
         name for name, weight in fresh.state_dict().items() if not torch.equal(weight, after.scorer.state_dict()[name])
     ]

@@ -29,6 +29,7 @@ from tests.helpers import (
     Letters,
     PlainBackend,
     alone,
+    init_weights,
     method,
     mixed_settings,
     random_prompts,
@@ -215,7 +216,7 @@ def gpu_model(name: str, dtype: torch.dtype, **shape: Any) -> LoadedModel:
     sizes = {"dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_dim": 512, "layers": 3, **shape}
     model = tiny_model(**sizes)
     scorer = Scorer(model.config)
-    scorer.init_weights(0, model)
+    init_weights(scorer, 0, model)
     for part in (model, scorer):
         part.to("cuda", dtype)
         part.inv_freq = part.inv_freq.float()

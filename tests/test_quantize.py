@@ -18,7 +18,7 @@ from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from tests.helpers import method
+from tests.helpers import init_weights, method
 
 
 def test_weights_are_off_by_half_a_step_at_most() -> None:
@@ -41,9 +41,9 @@ def folder(tmp_path: Path) -> Path:
     tokenizer = train_tokenizer(["one two three"] * 50, 300)
     shape = ModelConfig(vocab_size=tokenizer.size, dim=64, layers=2, heads=2, kv_heads=2, head_dim=32, ffn_dim=128)
     model = Transformer(shape, tokenizer.blank_id)
-    model.init_weights(0)
+    init_weights(model, 0)
     scorer = Scorer(shape)
-    scorer.init_weights(0, model)
+    init_weights(scorer, 0, model)
     save_model(tmp_path / "model", LoadedModel(Parts(model, scorer), tokenizer, method("best-of-n"), "test"))
     return tmp_path / "model"
 

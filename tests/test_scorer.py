@@ -8,7 +8,7 @@ import torch
 from freda.model.attention import make_mask
 from freda.model.masks import clean_tokens
 from freda.model.scorer import Scorer
-from tests.helpers import tiny_model
+from tests.helpers import init_weights, tiny_model
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def blocks(count: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_a_new_scorer_prefers_nothing() -> None:
     fresh = Scorer(tiny_model().config)
-    fresh.init_weights(0, tiny_model())
+    init_weights(fresh, 0, tiny_model())
     assert torch.equal(fresh(*blocks()), torch.zeros(3))
 
 
@@ -61,7 +61,7 @@ def test_positions_that_do_not_count_change_nothing(scorer: Scorer) -> None:
 def test_a_scorers_own_layer_starts_as_the_backbones() -> None:
     model = tiny_model(qk_norm=False, qkv_bias=True)
     scorer = Scorer(model.config, last_layer=True)
-    scorer.init_weights(0, model)
+    init_weights(scorer, 0, model)
     assert scorer.layer.self_attn.q_norm.weight.shape == (8,), "the scorer's layer is of Qwen3's kind"
     position = torch.arange(8)[None]
     tokens = clean_tokens(torch.zeros_like(position), position, 4)

@@ -33,7 +33,7 @@ from freda.train import loop
 from freda.train import setup as starting
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.helpers import method, run_ranks
+from tests.helpers import init_weights, method, run_ranks
 
 # Many small weights, so that holding one whole is far from holding all; biases; a head of its own.
 SHAPE = ModelConfig(
@@ -187,10 +187,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare_corpus(CorpusConfig(problems=60, validation_problems=8, vocab_size=280), folder / "data")
     tokenizer = Tokenizer.load(folder / "data")
     model = Transformer(replace(SHAPE, vocab_size=tokenizer.size), tokenizer.blank_id)
-    model.init_weights(1)
+    init_weights(model, 1)
     save_model(folder / "plain", LoadedModel(Parts(model), tokenizer, method("self-refine"), "I"))
     scorer = Scorer(model.config, last_layer=True)
-    scorer.init_weights(2, model)
+    init_weights(scorer, 2, model)
     for target, dtype in (("half", torch.bfloat16), ("several", None)):
         save_model(
             folder / target, LoadedModel(Parts(model, scorer), tokenizer, method("best-of-n"), "II"), dtype=dtype
@@ -217,12 +217,12 @@ def of_one_process(folder: Path, case: str) -> Parts:
     if case == "seed":
         tokenizer = Tokenizer.load(folder / "data")
         model = Transformer(replace(SHAPE, vocab_size=tokenizer.size), tokenizer.blank_id)
-        model.init_weights(SEED)
+        init_weights(model, SEED)
         return Parts(model)
     parts = load_model(resumed_from(folder, case) or Path(config(folder, case).train.init)).parts
     if case == "new-scorer":
         parts.scorer = Scorer(parts.backbone.config, last_layer=True)
-        parts.scorer.init_weights(SEED, parts.backbone)
+        init_weights(parts.scorer, SEED, parts.backbone)
     return parts
 
 

@@ -29,6 +29,7 @@ from freda.eval.teacher_forcing import solution_batch, stability
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.scorer import Scorer
 from tests.conftest import answering_model
+from tests.helpers import init_weights
 
 SYSTEM = SystemConfig(models=("x",))
 OWN = Setting(4, 0.9, 4, 0.1)
@@ -152,7 +153,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         loaded = answering_model(texts, seed=1, method=name)
         if name == "best-of-n":
             loaded.parts.scorer = Scorer(loaded.backbone.config)
-            loaded.parts.scorer.init_weights(1, loaded.backbone)
+            init_weights(loaded.parts.scorer, 1, loaded.backbone)
         save_model(out / name, loaded)
     return out
 

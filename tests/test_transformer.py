@@ -9,6 +9,7 @@ from freda.model.attention import make_mask
 from freda.model.config import ModelConfig
 from freda.model.masks import Tokens
 from freda.model.transformer import KeysValues, Transformer
+from tests.helpers import init_weights
 
 BLANK = 30
 SHAPE = ModelConfig(vocab_size=32, dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_dim=48)
@@ -17,7 +18,7 @@ SHAPE = ModelConfig(vocab_size=32, dim=32, layers=2, heads=4, kv_heads=2, head_d
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     model = Transformer(SHAPE, BLANK)
-    model.init_weights(seed=0)
+    init_weights(model, seed=0)
     with torch.no_grad():
         for weight in model.parameters():  # large enough that a wrong mask or position shows
             weight.mul_(10.0 if weight.dim() > 1 else 1.0)
@@ -113,7 +114,7 @@ def test_initial_weights_are_a_function_of_the_seed() -> None:
     states = []
     for seed in (1, 1, 2):
         model = Transformer(SHAPE, BLANK)
-        model.init_weights(seed)
+        init_weights(model, seed)
         states.append(torch.cat([weight.flatten() for weight in model.parameters()]))
     assert torch.equal(states[0], states[1])
     assert not torch.equal(states[0], states[2])

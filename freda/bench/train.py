@@ -26,9 +26,10 @@ from freda.methods.self_refine import Refining
 from freda.model import head
 from freda.model.attention import Backend, attend, pick_backend
 from freda.model.config import ModelConfig
+from freda.model.device import pick_device
 from freda.model.parts import Parts
 from freda.model.shapes import QWEN3_BLANK, SHAPES, visible_pairs
-from freda.model.transformer import Transformer, pick_device, rotary_frequencies
+from freda.model.transformer import Transformer, rotary_frequencies
 from freda.train import loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import clip_and_update, make_optimizer, total_norm

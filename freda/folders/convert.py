@@ -7,7 +7,6 @@ it is trained. No pickle is read and no code of a checkpoint is run.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from freda.data.tokenizer import Tokenizer, with_blank
 from freda.errors import require
-from freda.files import beside, located, read_json, written_beside
+from freda.files import beside, located, read_json, write_json, written_beside
 from freda.folders.gguf import read_gguf
 from freda.folders.hugging_face import DTYPES, EMBEDDING, HEAD, check_tensors, dtype_name, family_of, model_config
 from freda.folders.model_folder import SCORER_FILE, About, load_model, write_files
@@ -121,7 +120,7 @@ def _copy(folder: Path, config: dict[str, Any], target: Path, cast: torch.dtype 
         if tensors:
             save_tensors(tensors, target / file)
     config["freda"].pop("stored_as", None)
-    _write_config(target, config)
+    write_json(target / "config.json", config)
     Tokenizer.load(folder).save(target)
     described = {"architecture": config["architectures"][0], "parameters": parameters, "dtype": config["dtype"]}
     return {**described, "method": config["freda"]["method"], "stage": stage}
@@ -136,10 +135,6 @@ def _store_as_int8(folder: Path) -> dict[str, Any]:
         beside(path).replace(path)
     config = read_json(folder / "config.json")
     config["freda"]["stored_as"] = INT8
-    _write_config(folder, config)
+    write_json(folder / "config.json", config)
     after = sum(path.stat().st_size for path in files)
     return {"dtype": INT8, "bytes_before": before, "bytes_after": after}
-
-
-def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

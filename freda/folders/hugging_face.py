@@ -148,7 +148,8 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     require(part == 1.0, "config.json sets partial_rotary_factor: rotating a part of each head is not supported")
     if kind == "default":
         return theta, None
-    require(kind == "llama3", f"config.json has the rope type {kind!r}, which is not supported; use default or llama3")
+    odd = f"config.json has the rope type {kind!r}, which is not supported; supported: default, llama3"
+    require(kind == "llama3", odd)
     missing = next((key for key in LLAMA3_SCALING if key not in parameters), None)
     require(missing is None, f"config.json has the rope type llama3 without its {missing}")
     return theta, {"rope_type": kind, **{key: parameters[key] for key in LLAMA3_SCALING}}

@@ -12,7 +12,6 @@ weights were trained with.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from freda.data.tokenizer import Tokenizer
 from freda.errors import require
-from freda.files import located, read_json, written_beside
+from freda.files import located, read_json, write_json, written_beside
 from freda.folders.hugging_face import check_tensors, dtype_name, hugging_face_config, hugging_face_name, model_config
 from freda.folders.resolve import resolve_model_folder
 from freda.folders.tensors import fill_parts, read_safetensors, save_tensors, weight_files
@@ -175,6 +174,6 @@ def write_files(
     section |= {"method": method.name, "stage": stage, **method.stored()}
     stops = {"bos_token_id": None, "eos_token_id": list(tokenizer.stop_ids)}
     values = {**hugging_face_config(config), "dtype": dtype_name(tensors), **stops, "freda": section}
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", values)
     save_tensors(tensors, folder / file)
     tokenizer.save(folder)

@@ -31,7 +31,7 @@ from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Forward
-from freda.sections import knob
+from freda.sections import knob, require_at_least
 
 VALIDATED_TAU = (0.0, 0.1, 1.0)
 
@@ -59,7 +59,7 @@ class BestOfN(Refining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.num_negatives >= 1, f"method.num_negatives is {self.num_negatives}; use 1 or more")
+        require_at_least(1, self, "method", "num_negatives")
         require(
             not self.committed_hard,
             "method.committed_hard is true; best-of-n shows every candidate by its probability: use false",
@@ -111,13 +111,13 @@ class BestOfN(Refining):
         """
         clean = self.frozen_clean_half(parts, batch)
         logits = self.proposal(parts, batch, clean, step.passes)
-        made = self.sampled_slots if self.negatives == "sampled" else self.beam_slots
-        slots = made(logits, batch, step)
+        every = self.negatives == "sampled"  # every block counts
+        slots = self.sampled_slots(logits, batch, step) if every else self.beam_slots(logits, batch)
         real = self._real(batch)
         counted = real & (slots.target >= 0)
         losses = block_losses(slots, self.score_slots(parts, batch, clean, slots))
         summed = torch.where(counted, losses, 0.0).sum()
-        if self.negatives == "sampled":  # every block counts
+        if every:
             return summed
         count = step.total(torch.stack([real.sum(), counted.sum()]))
         return summed * (count[0] / count[1].clamp_min(1))
@@ -148,7 +148,7 @@ class BestOfN(Refining):
         real = self._real(batch)
         beam = self.beam_slots(logits, batch)
         ids = torch.cat([batch.tokens[:, None], beam.ids], dim=1)
-        prob = _probability(logits, ids)
+        prob = logits.map(_gathered, ids.transpose(1, 2))[0].transpose(1, 2)  # (R, S, L): of each token
         valid = torch.cat([torch.ones_like(beam.valid[..., :1]), beam.valid], dim=-1)
         slots = Slots(ids, self.feedback_weight(prob), torch.zeros_like(real, dtype=torch.int64), valid)
         scores = self.score_slots(parts, batch, clean, slots)  # (R, L/B, S)
@@ -161,76 +161,64 @@ class BestOfN(Refining):
             numbers[f"choice{tau:g}"] = ~lost.any(-1) & real
         return numbers
 
+    @torch.no_grad()
     def frozen_clean_half(self, parts: Parts, batch: Batch) -> CleanHalf:
         """The clean text as a cache, run once for the drafts and for all slots (M7)."""
-        with torch.no_grad():
-            return clean_half(parts.backbone, batch, self.block_size)
+        return clean_half(parts.backbone, batch, self.block_size)
 
+    @torch.no_grad()
     def proposal(self, parts: Parts, batch: Batch, clean: CleanHalf, passes: int) -> Logits:
         """Logits (R, L) of the last of `passes` passes from the blank draft: the distribution of the candidates."""
-        with torch.no_grad():
-            draft = self.blank_draft(parts.backbone, batch)
-            for _ in range(passes):
-                logits, draft = self.refine(parts.backbone, clean, draft)
+        draft = self.blank_draft(parts.backbone, batch)
+        for _ in range(passes):
+            logits, draft = self.refine(parts.backbone, clean, draft)
         return logits
 
     def sampled_slots(self, logits: Logits, batch: Batch, step: Step) -> Slots:
         """The clean text in slot 0 and `num_negatives` independent draws from the proposal `logits`."""
-        row = step.row.to(batch.tokens.device)[:, None, None]
-        place = torch.arange(batch.tokens.shape[1], device=row.device)[:, None]
-        number = torch.arange(self.num_negatives, device=row.device)
-        point = uniform(Purpose.NEGATIVES, step.seed, step.step, row, place, number)  # (R, L, n)
+        seed, number, row, place = step.counters(batch.tokens)
+        negative = torch.arange(self.num_negatives, device=row.device)
+        point = uniform(Purpose.NEGATIVES, seed, number, row[..., None], place[:, None], negative)  # (R, L, n)
         ids, prob = (part.transpose(1, 2) for part in logits.map(_truth_and_draws, batch.tokens, point))
         first = torch.zeros_like(self._real(batch), dtype=torch.int64)
         valid = torch.ones_like(first, dtype=torch.bool)[..., None].expand(-1, -1, ids.shape[1])
         return Slots(ids, self.feedback_weight(prob), first, valid)
 
-    def beam_slots(self, logits: Logits, batch: Batch, step: Step | None = None) -> Slots:
-        """The ablation of M9: beam candidates and no extra slot: a block counts only if its clean text is one of them.
-
-        Nothing is random here, so `step` is ignored.
-        """
-        size, width = self.block_size, 1 + self.num_negatives
+    def beam_slots(self, logits: Logits, batch: Batch) -> Slots:
+        """The ablation of M9: beam candidates alone; a block counts only if its clean text is one of them."""
+        rows, size, width = len(batch.tokens), self.block_size, 1 + self.num_negatives
         top = likeliest(logits, (-1, size), runner_up=True)
-        free = torch.ones_like(top.ids, dtype=torch.bool)
-        swaps = torch.full_like(top.ids[:, 0], size)
+        free, swaps = torch.ones_like(top.ids, dtype=torch.bool), torch.full_like(top.ids[:, 0], size)
         found = marginal_cost_beam(top, free, width=width, swaps=swaps, most_swaps=size)
-        clean = batch.tokens.view(-1, 1, size)
-        hit = (found.ids == clean).all(-1) & found.valid  # (blocks, S)
-        target = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
-        shape = (batch.tokens.shape[0], -1, width, size)
-        ids, alpha = (part.view(shape).transpose(1, 2).flatten(2) for part in (found.ids, found.alpha))
-        valid = found.valid.view(batch.tokens.shape[0], -1, width)
-        return Slots(ids, self.feedback_weight(alpha), target.view(batch.tokens.shape[0], -1), valid)
+        hit = (found.ids == batch.tokens.view(-1, 1, size)).all(-1) & found.valid  # (blocks, S)
+        target = torch.where(hit.any(-1), hit.int().argmax(-1), -1).view(rows, -1)
+        ids, alpha = (p.view(rows, -1, width, size).transpose(1, 2).flatten(2) for p in (found.ids, found.alpha))
+        return Slots(ids, self.feedback_weight(alpha), target, found.valid.view(rows, -1, width))
 
     def score_slots(self, parts: Parts, batch: Batch, clean: CleanHalf, slots: Slots) -> Tensor:
         """One packed forward [slot_1 | ... | slot_S] over the clean text, then the scorer: scores (R, L/B, S)."""
         assert parts.scorer is not None
-        hidden = self._packed_hidden(parts, batch, clean, slots)
         with torch.no_grad():
             embedding = parts.backbone.embed_tokens(slots.ids)
-        rows, count, length, width = hidden.shape
-        blocks = (rows, count, length // self.block_size, self.block_size)
-        counted = (batch.document >= 0)[:, None].expand(-1, count, -1).reshape(-1, self.block_size)
-        hidden, embedding = (part.reshape(*blocks, width).flatten(0, 2) for part in (hidden, embedding))
-        scores: Tensor = parts.scorer(hidden, embedding, counted).view(blocks[:3])
-        return scores.transpose(1, 2)
+        hidden = self._packed_hidden(parts, batch, clean, slots)
+        hidden, embedding = (part.reshape(-1, self.block_size, part.shape[-1]) for part in (hidden, embedding))
+        counted = (batch.document >= 0)[:, None].expand_as(slots.ids).reshape(-1, self.block_size)
+        scores: Tensor = parts.scorer(hidden, embedding, counted)
+        return scores.view(*slots.ids.shape[:2], -1).transpose(1, 2)
 
     def _packed_hidden(self, parts: Parts, batch: Batch, clean: CleanHalf, slots: Slots) -> Tensor:
-        """The scorer's soft channel (R, S, L, D) of all slots, which do not see each other; without gradient."""
+        """The scorer's soft channel (R, S·L, D) of all slots, which do not see each other; without gradient."""
         rows, count, length = slots.ids.shape
         text = clean_tokens(batch.document, batch.position, self.block_size)
-        repeat = (1, count)
         slot = torch.arange(count, device=batch.tokens.device).repeat_interleave(length).expand(rows, -1)
-        document, position = batch.document.repeat(repeat), batch.position.repeat(repeat)
+        document, position = (part.repeat(1, count) for part in (batch.document, batch.position))
         draft = draft_tokens(document, position, self.block_size, slot)
         mask = make_mask(draft, concat(text, draft), parts.backbone.backend)
         with torch.no_grad():
             x = self.embed(parts.backbone, slots.ids.flatten(1), slots.alpha.flatten(1))
             out: Forward = parts.backbone(x, position, mask, clean.past)
         assert parts.scorer is not None
-        soft = parts.scorer.soft_channel(parts.backbone, out, position, mask, clean.past[-1])
-        return soft.view(rows, count, length, -1)
+        return parts.scorer.soft_channel(parts.backbone, out, position, mask, clean.past[-1])
 
     def _real(self, batch: Batch) -> Tensor:
         """Which blocks are text and not padding, (R, L/B) bool."""
@@ -308,11 +296,6 @@ def _truth_and_draws(logits: Tensor, truth: Tensor, point: Tensor) -> tuple[Tens
     probs = logits.softmax(-1)
     ids = torch.cat([truth[:, None], draw(probs, point)], dim=1)
     return ids, probs.gather(-1, ids)
-
-
-def _probability(logits: Logits, ids: Tensor) -> Tensor:
-    """The probability (R, S, L) of each token of the texts `ids`."""
-    return logits.map(_gathered, ids.transpose(1, 2))[0].transpose(1, 2)
 
 
 def _gathered(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:

@@ -44,12 +44,10 @@ class BlockDiffusion(Method):
 
     def noise(self, batch: Batch, step: Step) -> tuple[Tensor, Tensor]:
         """The noise level t of each token's block and which tokens are masked, each (R, L)."""
-        row = step.row.to(batch.tokens.device)[:, None]
-        place = torch.arange(batch.tokens.shape[1], device=row.device)
-        level = uniform(Purpose.NOISE_LEVEL, step.seed, step.step, row, place // self.block_size)
+        seed, number, row, place = step.counters(batch.tokens)
+        level = uniform(Purpose.NOISE_LEVEL, seed, number, row, place // self.block_size)
         level = self.noise_min + (self.noise_max - self.noise_min) * level
-        masked = uniform(Purpose.MASKING, step.seed, step.step, row, place) < level
-        return level, masked
+        return level, uniform(Purpose.MASKING, seed, number, row, place) < level
 
     def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
         """The training loss, a bound on the negative log-likelihood if all noise levels are used; that of pass 1."""

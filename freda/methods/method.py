@@ -20,9 +20,10 @@ from torch import Tensor
 
 from freda.data.loader import Batch
 from freda.decode.config import DecodeConfig
-from freda.errors import FredaError, require
+from freda.errors import require
 from freda.methods.draft import (
     Candidates,
+    CleanHalf,
     Draft,
     Prediction,
     Rules,
@@ -37,17 +38,13 @@ from freda.methods.draft import (
 )
 from freda.methods.state import Choice, DecodeState, Limits
 from freda.model.config import ModelConfig
+from freda.model.head import Logits
 from freda.model.parts import Parts
 from freda.model.shapes import head_parameters, layer_parameters
 from freda.model.transformer import Transformer
-from freda.sections import build, knob
+from freda.sections import build, knob, require_at_least
 
 NEVER = 2.0  # a commitment threshold that no probability reaches
-
-
-def alone_in_group(numbers: Tensor) -> Tensor:
-    """`Step.total` where one process has all rows of a group."""
-    return numbers
 
 
 class Step(NamedTuple):
@@ -58,9 +55,14 @@ class Step(NamedTuple):
     row: Tensor  # (R,) int64: row numbers within the step's whole batch
     progress: float  # share of the run that is done, 0 to 1
     passes: int  # t: how many passes this group runs
-    total: Callable[[Tensor], Tensor] = alone_in_group
+    total: Callable[[Tensor], Tensor] = lambda numbers: numbers
     """Counts (n,) of these rows to those of the whole group, of which another process may have the rest. All processes
     call it together, equally often; it stays on the device."""
+
+    def counters(self, tokens: Tensor) -> tuple[int, int, Tensor, Tensor]:
+        """Counters of the noise of packed tokens (R, L): seed, step, row (R, 1) and place (L,)."""
+        row = self.row.to(tokens.device)[:, None]
+        return self.seed, self.step, row, torch.arange(tokens.shape[1], device=tokens.device)
 
 
 class Layout(NamedTuple):
@@ -95,7 +97,7 @@ class Method:
     block_size: int = knob(4, "tokens per block, B", stored=True)
 
     def __post_init__(self) -> None:
-        require(self.block_size >= 1, f"method.block_size is {self.block_size}; use 1 or more")
+        require_at_least(1, self, "method", "block_size")
 
     # -- settings ----------------------------------------------------------------------------------------------------
 
@@ -116,9 +118,8 @@ class Method:
     def restored(cls, section: Mapping[str, Any]) -> Self:
         """The method of a model folder, from the settings that `stored` gave."""
         keys = [key.name for key in dataclasses.fields(cls) if key.metadata.get("stored")]
-        missing = next((key for key in keys if key not in section), None)
-        if missing is not None:
-            raise FredaError(f"the freda section of config.json has no {missing}; write the model again")
+        for key in keys:
+            require(key in section, f"the freda section of config.json has no {key}; write the model again")
         restored: Self = build(cls, {key: section[key] for key in keys}, "method.")
         return restored
 
@@ -217,7 +218,12 @@ class Method:
         draft = self.update(state.draft, prediction, state.rules)
         return state._replace(draft=draft, probs=logits.softmax(-1) if limits.draws else None)
 
-    # -- evaluation --------------------------------------------------------------------------------------------------
+    # -- drafts of packed rows ----------------------------------------------------------------------------------------
+
+    def pass_logits(self, backbone: Transformer, clean: CleanHalf, draft: Draft) -> Logits:
+        """One pass over the drafts of all blocks of packed rows, (R, L)."""
+        ids, alpha = (part.view_as(clean.position) for part in self.rows(draft))
+        return draft_logits(backbone, self.embed(backbone, ids, alpha), clean)
 
     @torch.no_grad()
     def teacher_forced(
@@ -235,7 +241,6 @@ class Method:
         never = torch.full_like(draft.passes, NEVER, dtype=torch.float32)
         rules = Rules(torch.full_like(draft.passes, passes), never, draft.ids.new_empty(0))
         for _ in range(passes):
-            ids, alpha = (part.view_as(batch.tokens) for part in self.rows(draft))
-            logits = draft_logits(backbone, self.embed(backbone, ids, alpha), clean)
+            logits = self.pass_logits(backbone, clean, draft)
             draft = self.update(draft, likeliest(logits, draft.ids.shape), rules)
             yield draft.ids.view_as(batch.tokens)

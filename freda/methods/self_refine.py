@@ -24,7 +24,6 @@ from freda.methods.draft import (
     Rules,
     advance,
     clean_half,
-    draft_logits,
     draw,
     label_loss,
     leftmost_run,
@@ -38,7 +37,7 @@ from freda.methods.noise import Purpose, uniform
 from freda.model.head import Logits
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from freda.sections import knob
+from freda.sections import knob, require_at_least
 
 COMMITTED_IN_TRAINING = 0.9  # η of the `committed_hard` ablation while training
 VALIDATION_PASSES = 4
@@ -57,7 +56,7 @@ class Refining(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.passes >= 1, f"method.passes is {self.passes}; use 1 or more")
+        require_at_least(1, self, "method", "passes")
 
     @property
     def training_passes(self) -> int:
@@ -97,11 +96,6 @@ class Refining(Method):
         tokens = batch.tokens.view(-1, self.block_size)
         return start(tokens, torch.zeros_like(tokens, dtype=torch.bool), backbone.blank_id)
 
-    def pass_logits(self, backbone: Transformer, clean: CleanHalf, draft: Draft) -> Logits:
-        """One pass over the drafts of all blocks of packed rows, (R, L)."""
-        ids, alpha = (part.view_as(clean.position) for part in self.rows(draft))
-        return draft_logits(backbone, self.embed(backbone, ids, alpha), clean)
-
     def refined(self, draft: Draft, prediction: Prediction) -> Draft:
         """Drafts of packed rows after a prediction. Teacher-forced drafts never close: they get all their passes."""
         eta = COMMITTED_IN_TRAINING if self.committed_hard else NEVER
@@ -123,7 +117,7 @@ class SelfRefine(Refining):
     drafts: Literal["greedy", "sampled"] = knob("greedy", "tokens of the drafts that training passes leave")
     replacement: Literal["iid", "prefix"] = knob("iid", "which blanks show the truth in the first draft")
     replacement_start: float = knob(0.3, "share of blanks that show the truth at the start")
-    replacement_end: float = knob(0.1, "the same share from half of the run on")
+    replacement_end: float = knob(0.1, "share of blanks that show the truth from half of the run on")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,12 +147,10 @@ class SelfRefine(Refining):
 
     def replaced(self, batch: Batch, step: Step) -> Tensor:
         """Which positions of the first draft show their true token, (N, B)."""
-        row = step.row.to(batch.tokens.device)[:, None]
-        place = torch.arange(batch.tokens.shape[1], device=row.device)
-        point = uniform(Purpose.REPLACEMENT, step.seed, step.step, row, place)
+        point = uniform(Purpose.REPLACEMENT, *step.counters(batch.tokens))
         shown = (point < self.replacement_share(step.progress)).view(-1, self.block_size)
         if self.replacement == "prefix":  # as many as independent draws show, but from the left: a prompt's tail
-            shown = torch.arange(self.block_size, device=row.device) < shown.sum(-1, keepdim=True)
+            shown = torch.arange(self.block_size, device=shown.device) < shown.sum(-1, keepdim=True)
         return shown
 
     def replacement_share(self, progress: float) -> float:
@@ -182,11 +174,9 @@ class SelfRefine(Refining):
 
 def sampled(logits: Logits, draft: Draft, step: Step) -> Prediction:
     """Every token drawn from its marginal, other draws in every pass, with its own probability; in a draft's shape."""
-    rows, length = logits.hidden.shape[:2]
-    row = step.row.to(draft.ids.device)[:, None]
-    place = torch.arange(length, device=row.device)
-    number = draft.passes[:, None].expand_as(draft.ids).reshape(rows, length)
-    point = uniform(Purpose.DRAFTS, step.seed, step.step, row, place, number)
+    place = logits.hidden[..., 0]  # (R, L)
+    number = draft.passes[:, None].expand_as(draft.ids).reshape(place.shape)
+    point = uniform(Purpose.DRAFTS, *step.counters(place), number)
     ids, prob = (part.view_as(draft.ids) for part in logits.map(_drawn, point))
     return Prediction(ids, prob, ids, torch.zeros_like(prob))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from freda.errors import require
-from freda.sections import knob
+from freda.sections import knob, require_at_least
 
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -32,12 +32,9 @@ class ModelConfig:
     tied: bool = knob(True, "head and embedding share one matrix")
 
     def __post_init__(self) -> None:
-        for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim"):
-            require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}; use 1 or more")
-        require(
-            self.heads % self.kv_heads == 0,
-            f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}",
-        )
+        require_at_least(1, self, "model", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim")
+        divides = self.heads % self.kv_heads == 0
+        require(divides, f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}")
         require(
             not (self.qk_norm and self.qkv_bias),
             "model.qk_norm and model.qkv_bias are both true; Qwen3 has the norm, Qwen2.5 the bias, no family has both",

@@ -29,6 +29,7 @@ from freda.model.transformer import (
     Transformer,
     rotary_angles,
     rotary_frequencies,
+    sampled_weights,
 )
 
 
@@ -73,24 +74,8 @@ class Scorer(nn.Module):
         score: Tensor = self.mlp(pooled)[:, 0].float()
         return score
 
-    @torch.no_grad()
-    def init_weights(self, seed: int, backbone: Transformer) -> None:
-        """Start with `random_weights`; a last layer of its own starts as the backbone's."""
-        if self.last_layer is not None:
-            self.last_layer.load_state_dict(backbone.layers[-1].state_dict())
-        for name, value in self.random_weights(seed):
-            self.get_parameter(name).copy_(value)
-
     def random_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """All weights but those of a last layer, by name, one after the other: std 1/√inputs. The MLP's last layer
-        starts at zero, so that a new scorer prefers nothing."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, weight in sorted(self.named_parameters()):
-            if name.startswith("last_layer."):
-                continue
-            if name.startswith("mlp.2"):
-                yield name, torch.zeros(weight.shape)
-            elif weight.dim() < 2:
-                yield name, torch.full(weight.shape, 0.0 if name.endswith("bias") else 1.0)
-            else:
-                yield name, torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5
+        """All weights but those of a last layer, by name: std 1/√inputs. The MLP's last layer starts at zero, so that a
+        new scorer prefers nothing."""
+        own = (pair for pair in self.named_parameters() if not pair[0].startswith("last_layer."))
+        return sampled_weights(own, seed, lambda name, w: 0.0 if name.startswith("mlp.2") else w.shape[1] ** -0.5)

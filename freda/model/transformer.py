@@ -11,7 +11,7 @@ Shapes: R rows, T tokens, K keys, D width, H heads, C head width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from freda.model.attention import Backend, Mask, attend
 from freda.model.config import ModelConfig
-from freda.model.device import pick_device as pick_device
 from freda.model.head import Logits, aligned
 
 ONE_PRODUCT = 1024  # tokens from which queries, keys and values are projected together
@@ -175,26 +174,30 @@ class Transformer(nn.Module):
         """The head's matrix, (V, D)."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Start with `random_weights`."""
-        for name, value in self.random_weights(seed):
-            self.get_parameter(name).copy_(value)
-
     def random_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """All weights by name, a function of the seed alone: std 1/√D, residual outputs scaled down by depth.
 
         That is the usual 0.02 at D = 2,500. With 0.02 at D = 96 and 128, look-ups were not learned at all (LOG.md).
-        One after the other, so that a process that holds a part of each never holds them all.
         """
-        generator = torch.Generator().manual_seed(seed)
-        for name, weight in sorted(self.named_parameters()):
-            if weight.dim() < 2:
-                yield name, torch.full(weight.shape, 0.0 if name.endswith("bias") else 1.0)
-                continue
+
+        def std(name: str, weight: Tensor) -> float:
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = (self.config.dim * (2 * self.config.layers if residual else 1)) ** -0.5
-            yield name, torch.randn(weight.shape, generator=generator) * std
+            return float((self.config.dim * (2 * self.config.layers if residual else 1)) ** -0.5)
+
+        return sampled_weights(self.named_parameters(), seed, std)
+
+
+def sampled_weights(
+    weights: Iterable[tuple[str, Tensor]], seed: int, std: Callable[[str, Tensor], float]
+) -> Iterator[tuple[str, Tensor]]:
+    """New values of named weights: matrices are sampled, norms are 1 and biases 0. One after the other, so that a
+    process that holds a part of each never holds them all."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in sorted(weights):
+        if weight.dim() < 2:
+            yield name, torch.full(weight.shape, 0.0 if name.endswith("bias") else 1.0)
+        else:
+            yield name, torch.randn(weight.shape, generator=generator) * std(name, weight)
 
 
 def rotary_angles(position: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -37,8 +36,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from freda.errors import AgreedError, FredaError
-from freda.files import PART, beside, flush, read_json, write_whole, written_beside
+from freda.errors import AgreedError, FredaError, require
+from freda.files import PART, beside, flush, read_json, write_json, write_whole, written_beside
 from freda.folders.hugging_face import hugging_face_name
 from freda.folders.model_folder import About, part_file, write_files
 from freda.folders.tensors import save_tensors
@@ -68,23 +67,57 @@ class Snapshot(NamedTuple):
     moments: dict[str, Tensor]  # this rank's part of all
 
 
-class Staging:
-    """Memory for one snapshot, used again for the next. For a GPU it is pinned: 8.6 GB are copied in 0.16 s, instead of
-    5.8 s into new memory; the first time takes 4.5 s (H200)."""
+# -- saving ----------------------------------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
+
+class Saver(contextlib.AbstractContextManager["Saver"]):
+    """Writes the checkpoints of a run in a thread, at most one at a time; use it as a context manager.
+
+    `start` and `wait` are called by all ranks together. If a rank cannot write its part, the checkpoint is given up on
+    all, older ones are left alone, and `wait` raises the error.
+
+    The memory of a snapshot is used again for the next. For a GPU it is pinned: 8.6 GB are copied in 0.16 s, instead of
+    5.8 s into new memory; the first time takes 4.5 s (H200).
+    """
+
+    def __init__(self, run: Path, about: About, ranks: Ranks, *, keep: int) -> None:
+        self.run, self._about, self._ranks, self._keep = run, about, ranks, keep
         self._weights: dict[Weight, Tensor] = {}
         self._moments = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
-    def take(
-        self, parts: Parts, optimizer: torch.optim.AdamW, ranks: Ranks, step: int, validation: float | None
-    ) -> Snapshot:
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:  # whatever has ended the run: what was being written is finished
+            self._thread.join()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint could not be written; `wait` says why."""
+        return self._error is not None
+
+    def start(self, parts: Parts, optimizer: torch.optim.AdamW, step: int, validation: float | None) -> None:
+        """Copy the state and begin to write it, once the checkpoint before is written."""
+        self.wait()
+        shot = self._snapshot(parts, optimizer, step, validation)
+        self._thread = threading.Thread(target=self._work, args=(shot, parts.backbone.config), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _snapshot(self, parts: Parts, optimizer: torch.optim.AdamW, step: int, validation: float | None) -> Snapshot:
         """Copy everything that the steps to come will change. Sharded weights are put together one by one."""
         state = {(part, name): weight for part, name, weight in parts.weights()}
-        files = weight_files({key: tensor.nbytes for key, tensor in state.items()}, ranks.world)
+        files = weight_files({key: tensor.nbytes for key, tensor in state.items()}, self._ranks.world)
         for key, tensor in state.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if files[key][0] == ranks.rank:
+            if files[key][0] == self._ranks.rank:
                 if key not in self._weights:
                     self._weights[key] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
                 self._weights[key].copy_(whole.detach(), non_blocking=True)
@@ -98,50 +131,6 @@ class Staging:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return Snapshot(step, validation, self._weights, {key: file for key, (_, file) in files.items()}, staged)
-
-
-# -- saving ----------------------------------------------------------------------------------------------------------
-
-
-class Saver:
-    """Writes the checkpoints of a run in a thread, at most one at a time; use it as a context manager.
-
-    `start` and `wait` are called by all ranks together. If a rank cannot write its part, the checkpoint is given up on
-    all, older ones are left alone, and `wait` raises the error.
-    """
-
-    def __init__(self, run: Path, about: About, ranks: Ranks, *, keep: int) -> None:
-        self.run, self._about, self._ranks, self._keep = run, about, ranks, keep
-        self._staging = Staging()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._thread is not None:  # whatever has ended the run: what was being written is finished
-            self._thread.join()
-
-    @property
-    def failed(self) -> bool:
-        """Could a checkpoint not be written? `wait` says why."""
-        return self._error is not None
-
-    def start(self, parts: Parts, optimizer: torch.optim.AdamW, step: int, validation: float | None) -> None:
-        """Copy the state and begin to write it, once the checkpoint before is written."""
-        self.wait()
-        shot = self._staging.take(parts, optimizer, self._ranks, step, validation)
-        self._thread = threading.Thread(target=self._work, args=(shot, parts.backbone.config), daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
 
     def _work(self, shot: Snapshot, shape: ModelConfig) -> None:
         try:
@@ -160,7 +149,7 @@ class Saver:
 
             def finish() -> None:
                 if ranks.first:
-                    _write_json(temporary / CHECKSUMS, {name: sums[name] for sums in every for name in sorted(sums)})
+                    write_json(temporary / CHECKSUMS, {name: sums[name] for sums in every for name in sorted(sums)})
                     stack.close()  # renamed
                     write_whole(self.run / "latest", folder.name + "\n")
                     prune(self.run, self._keep)
@@ -182,8 +171,9 @@ class Saver:
             file = shot.files[BACKBONE, "embed_tokens.weight"]
             write_files(folder, shape, by_file.pop(file), self._about, file=file)
             if self._ranks.world > 1:
-                _write_json(folder / "model.safetensors.index.json", _index(shot.files))
-            _write_json(folder / "state.json", {"step": shot.step, "validation": shot.validation})
+                index = {hugging_face_name(name): file for (part, name), file in shot.files.items() if part == BACKBONE}
+                write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+            write_json(folder / "state.json", {"step": shot.step, "validation": shot.validation})
         for file, tensors in by_file.items():
             save_tensors(tensors, folder / file)
         for file in {shot.files[key] for key in shot.weights}:
@@ -230,11 +220,6 @@ def weight_files(sizes: Mapping[Weight, int], world: int) -> dict[Weight, tuple[
     return {key: (ranks[key], files[ranks[key]]) if key in ranks else (0, part_file(key[0])) for key in sizes}
 
 
-def _index(files: Mapping[Weight, str]) -> dict[str, Any]:
-    backbone = {hugging_face_name(name): file for (part, name), file in files.items() if part == BACKBONE}
-    return {"metadata": {}, "weight_map": backbone}
-
-
 def checksums(folder: Path, paths: list[Path]) -> dict[str, str]:
     """The SHA-256 of files, by their names in `folder`."""
     sums = {}
@@ -248,8 +233,7 @@ def prune(run: Path, keep: int) -> None:
     """Remove all checkpoints but the newest `keep` and the best, the one of the lowest validation loss; name that."""
     steps = _steps(run)
     losses = {step: _validation(run / "checkpoints" / f"step-{step}") for step in steps}
-    judged = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
-    best = min(judged, key=judged.__getitem__) if judged else None
+    best = min((step for step in steps if math.isfinite(losses[step])), key=losses.__getitem__, default=None)
     if best is not None:
         write_whole(run / "best", f"step-{best}\n")
     for old in steps[:-keep]:
@@ -258,13 +242,9 @@ def prune(run: Path, keep: int) -> None:
 
 
 def _validation(folder: Path) -> float:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return float(json.loads((folder / "state.json").read_text(encoding="utf-8"))["validation"])
+    with contextlib.suppress(FredaError, ValueError, KeyError, TypeError):
+        return float(read_json(folder / "state.json")["validation"])
     return math.nan
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -308,17 +288,14 @@ def damage(folder: Path, ranks: Ranks) -> str:
     """Which file of a checkpoint is not what was written, or nothing. Each rank reads its share of the files."""
     path = folder / CHECKSUMS
     if not path.is_file():
-        if (folder / "optimizer.safetensors").is_file():
-            raise FredaError(
-                f"{folder} was written by an older freda and cannot be resumed from; "
-                f"start a new run with train.init={folder}"
-            )
+        old = f"{folder} was written by an older freda and cannot be resumed from"
+        require(not (folder / "optimizer.safetensors").is_file(), f"{old}; start a new run with train.init={folder}")
         return f"{CHECKSUMS} is missing"
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        names = sorted(record)
-    except (ValueError, TypeError):
+        record = read_json(path)
+    except FredaError:
         return f"{CHECKSUMS} is damaged"
+    names = sorted(record)
 
     def whole(name: str) -> bool:
         with contextlib.suppress(OSError):
@@ -326,8 +303,8 @@ def damage(folder: Path, ranks: Ranks) -> str:
         return False
 
     bad = [number for number in range(ranks.rank, len(names), ranks.world) if not whole(names[number])]
-    told = sorted(number for (number,) in ranks.tell([min(bad, default=len(names))]))
-    return "" if told[0] == len(names) else f"{names[told[0]]} is missing or not what was written"
+    worst = min(number for (number,) in ranks.tell([min(bad, default=len(names))]))
+    return "" if worst == len(names) else f"{names[worst]} is missing or not what was written"
 
 
 def _set_aside(damaged: list[tuple[Path, str]], good: Path) -> None:
@@ -346,8 +323,8 @@ def steps_done(folder: Path) -> int:
     return int(read_json(folder / "state.json")["step"])
 
 
-def restore(folder: Path, parts: Parts, optimizer: torch.optim.AdamW, ranks: Ranks) -> int:
-    """Load a checkpoint's optimizer state; `parts` hold its weights already. Returns the number of steps done."""
+def restore(folder: Path, parts: Parts, optimizer: torch.optim.AdamW, ranks: Ranks) -> None:
+    """Load a checkpoint's optimizer state; `parts` hold its weights already."""
     step = steps_done(folder)
     wanted: dict[str, Tensor] = {}
     for name, weight in _learning(parts):
@@ -364,7 +341,6 @@ def restore(folder: Path, parts: Parts, optimizer: torch.optim.AdamW, ranks: Ran
             f"{folder} cannot be resumed from: its optimizer state does not fit the model ({error}); "
             f"start a new run with train.init={folder}"
         ) from None
-    return step
 
 
 def latest(run: Path) -> Path | None:

@@ -15,7 +15,7 @@ from freda.methods import METHODS
 from freda.methods.method import Method
 from freda.methods.self_refine import SelfRefine
 from freda.model.config import ModelConfig
-from freda.sections import build, knob, read_tables, tables_as_toml, to_dict
+from freda.sections import build, knob, read_tables, require_at_least, tables_as_toml, to_dict
 
 SECTIONS_OF_0_1 = ("corpus", "mini", "prepare", "source", "benchmark", "decontaminate")
 METHOD_OF_0_1 = {field.name for method in METHODS.values() for field in fields(method)}
@@ -30,8 +30,8 @@ class DataConfig:
     first_row: int = knob(0, "row to begin with, in the order of the seed: a second stage continues after the first")
 
     def __post_init__(self) -> None:
-        require(self.seq_len >= 1, f"data.seq_len is {self.seq_len}; use 1 or more")
-        require(self.first_row >= 0, f"data.first_row is {self.first_row}; use 0 or more")
+        require_at_least(1, self, "data", "seq_len")
+        require_at_least(0, self, "data", "first_row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +66,14 @@ class TrainConfig:
     reshard: bool = knob(True, "several processes: free a layer's weights after each forward; false gathers less often")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_rows", "group_rows", "keep", "log_every", "validation_rows"):
-            require(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}; use 1 or more")
+        require_at_least(1, self, "train", "steps", "batch_rows", "group_rows", "keep", "log_every", "validation_rows")
+        require_at_least(0, self, "train", "warmup_steps", "validate_every", "save_every", "weight_decay")
         require(
             self.batch_rows % self.group_rows == 0,
             f"train.group_rows {self.group_rows} does not divide train.batch_rows {self.batch_rows}",
         )
         for name in ("lr", "clip", "backbone_lr_scale"):
             require(getattr(self, name) > 0, f"train.{name} is {getattr(self, name)}; use a positive number")
-        for name in ("warmup_steps", "validate_every", "save_every", "weight_decay"):
-            require(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; use 0 or more")
         require(0 <= self.activations <= 1, f"train.activations is {self.activations}; use 0 to 1")
         require(
             self.activations == 1 or self.compile != "off",

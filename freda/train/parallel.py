@@ -51,33 +51,28 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Is this the rank that prints and writes?"""
+        """Whether this is the rank that prints and writes."""
         return self.rank == 0
 
-    def tell(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-        """The numbers of all ranks, by rank. They go from host to host: no GPU waits for them."""
-        if self.world == 1:
-            return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64)
-        told = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(told, own, group=group)
-        return [part.tolist() for part in told]
-
-    def exchange(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """The values of all ranks, by rank."""
-        if self.world == 1:
-            return [value]
-        every: list[T] = [value] * self.world
-        dist.all_gather_object(every, value, group=group)
-        return every
-
-    def gather(self, vector: Tensor) -> Tensor:
+    def gather(self, vector: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """The vectors (n,) of all ranks, (world, n), from device to device."""
         if self.world == 1:
             return vector[None]
         every = [torch.empty_like(vector) for _ in range(self.world)]
-        dist.all_gather(every, vector)
+        dist.all_gather(every, vector, group=group)
         return torch.stack(every)
+
+    def tell(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+        """The numbers of all ranks, by rank. They go from host to host: no GPU waits for them."""
+        told: list[list[int]] = self.gather(torch.tensor(numbers, dtype=torch.int64), group).tolist()
+        return told
+
+    def exchange(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """The values of all ranks, by rank."""
+        every: list[T] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(every, value, group=group)
+        return every
 
     def total(self, numbers: Tensor) -> Tensor:
         """The sums over all ranks of `numbers` (n,), from device to device: no host waits for a GPU."""
@@ -145,7 +140,7 @@ class Root(nn.Module):
 
     @property
     def sharded(self) -> bool:
-        """Has each rank a part of the weights?"""
+        """Whether each rank has a part of the weights."""
         return isinstance(self, FSDPModule)
 
     def forward(self, function: Callable[..., T], *arguments: object) -> T:
@@ -163,22 +158,19 @@ class Root(nn.Module):
 
     def _fresh_copies(self) -> dict[str, Tensor]:
         """The copies by name, those made anew whose weight has been written to since."""
-        names, stale = dict[str, Tensor](), list[tuple[Tensor, Tensor]]()
-        exact = self.parts.exact()
-        for name, weight in self.parts.named_parameters():
-            if name in exact:
-                continue
+        exact, stale = self.parts.exact(), dict[Tensor, Tensor]()
+        rounded = {f"parts.{name}": weight for name, weight in self.parts.named_parameters() if name not in exact}
+        for weight in rounded.values():
             version, copy = self._copies.get(weight, (-1, None))
             if copy is None:
                 copy = torch.empty_like(weight, dtype=torch.bfloat16).requires_grad_(weight.requires_grad)
             if version != weight._version:
                 self._copies[weight] = (weight._version, copy)
-                stale.append((copy, weight))
-            names[f"parts.{name}"] = copy
+                stale[weight] = copy
         if stale:
             with torch.no_grad():
-                torch._foreach_copy_([copy for copy, _ in stale], [weight for _, weight in stale])
-        return names
+                torch._foreach_copy_(list(stale.values()), list(stale))
+        return {name: self._copies[weight][1] for name, weight in rounded.items()}
 
     def outdate_copies(self) -> None:
         """The weights have changed, and their versions may not say so: the library's fused optimizer leaves them."""
@@ -214,9 +206,7 @@ def shard(root: Root, dtype: str, device: torch.device, ranks: Ranks, *, reshard
         if part != BACKBONE:
             fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in _sharded(
-        root
-    ):  # add gradients, do not average: losses are divided by the labels of all ranks already
+    for module in _sharded(root):  # gradients are added: losses are divided by the labels of all ranks already
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 

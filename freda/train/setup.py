@@ -22,9 +22,10 @@ from freda.folders.resolve import resolve_model_folder
 from freda.methods.method import Method
 from freda.model.attention import pick_backend
 from freda.model.config import ModelConfig
+from freda.model.device import pick_device
 from freda.model.parts import BACKBONE, Parts
 from freda.model.scorer import Scorer
-from freda.model.transformer import Transformer, pick_device, rotary_frequencies
+from freda.model.transformer import Transformer, rotary_frequencies
 from freda.train.config import RunConfig
 from freda.train.optim import make_optimizer
 from freda.train.parallel import Ranks, Root, check_gpu, own_rows, shard
