@@ -1,7 +1,7 @@
 """Dataclasses as TOML sections: built with checks, overridden from the command line, written back.
 
 A key that does not exist fails and names the nearest one that does; a value of the wrong type fails and says which type
-is wanted. What the sections are is in `config`.
+is wanted. The sections themselves are in the `config` module of each package.
 """
 
 from __future__ import annotations
@@ -92,24 +92,20 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     for section in sections:
         target = target.setdefault(section, {}) if isinstance(target, dict) else None
     if isinstance(target, dict):
-        target[key] = _parse_value(text.strip())
-
-
-def _parse_value(text: str) -> Any:
-    """A TOML value; what is not valid TOML is taken as a string, so that paths need no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+        try:
+            target[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:  # taken as a string, so that paths need no quotes
+            target[key] = text.strip()
 
 
 def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
     """A dataclass from a table; `where` is the table's name with a dot behind, or empty for the whole file."""
     fields = {field.name for field in dataclasses.fields(kind) if field.init}
     hints = {key: hint for key, hint in typing.get_type_hints(kind).items() if key in fields}
-    for key in values:
-        if key not in hints:
-            raise FredaError(_unknown_key(where, key, hints))
+    for key in (key for key in values if key not in hints):
+        section, near = "key" if where else "section", difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
+        guess = f"did you mean '{where}{near[0]}'? (legal: {', '.join(hints)})"
+        raise FredaError(f"unknown {section} '{where}{key}'; {guess}")
     arguments = {}
     for key, value in values.items():
         hint, name = hints[key], f"{where}{key}"
@@ -133,18 +129,11 @@ def _section(kind: type, values: Any, name: str) -> Any:
         raise FredaError(f"{name} is {values!r}; it is a section: write [{name}] and keys below it")
     if hasattr(kind, "variant"):  # a key of the section says which class it is
         kind, values = kind.variant(values)
-    if name.partition(".")[0] not in NAMED:
-        return build(kind, values, f"{name}.")
     try:
         return build(kind, values, f"{name}.")
     except FredaError as error:
-        raise FredaError(str(error) if name in str(error) else f"{name}: {error}") from None
-
-
-def _unknown_key(where: str, key: str, hints: Mapping[str, Any]) -> str:
-    kind = "key" if where else "section"
-    near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-    return f"unknown {kind} '{where}{key}'; did you mean '{where}{near[0]}'? (legal: {', '.join(hints)})"
+        told = name in str(error) or name.partition(".")[0] not in NAMED
+        raise FredaError(str(error) if told else f"{name}: {error}") from None
 
 
 def _checked(hint: Any, value: Any, name: str) -> Any:
@@ -163,10 +152,6 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-    require(right, f"{name} is {value!r} ({type(value).__name__}); it must be {_type_name(hint)}")
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(hint, "a table")
+    require(right, f"{name} is {value!r} ({type(value).__name__}); it must be {wanted}")
     return value
-
-
-def _type_name(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-    return names.get(hint, "a table")

@@ -82,8 +82,12 @@ def read_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     stored = {tensor.name: tensor for tensor in reader.tensors}
     require("tokenizer.ggml.tokens" in fields, f"the file has no tokenizer; {INSTEAD}")
-    dtype = dtype or _float_type(stored)
-    notes = [*_dequantisation(stored, dtype), *_tie_copies(stored)]
+    if dtype is None:
+        table = stored.get(GGUF_EMBEDDING)
+        dtype = FLOATS.get("" if table is None else table.tensor_type.name, torch.bfloat16)
+    kinds = sorted({tensor.tensor_type.name for tensor in stored.values()} - FLOATS.keys())
+    notes = [f"{', '.join(kinds)} dequantised to {str(dtype).removeprefix('torch.')}"] if kinds else []
+    notes += _tie_copies(stored)
     config = _config(fields, stored)
     tokenizer_json, settings = _tokenizer_json(fields), _settings(fields)
     tensors = _tensors(stored, model_config(config), dtype)
@@ -100,8 +104,10 @@ def _open(path: Path) -> Any:
     except (ValueError, IndexError, OSError) as error:
         raise FredaError(f"not a whole GGUF file ({error}); download it again") from None
     parts = reader.fields.get("split.count")
-    if parts is not None and parts.contents() > 1:
-        raise FredaError("one part of a split model; join all parts: llama-gguf-split --merge FIRST_PART OUT.gguf")
+    require(
+        parts is None or parts.contents() <= 1,
+        "one part of a split model; join all parts: llama-gguf-split --merge FIRST_PART OUT.gguf",
+    )
     return reader
 
 
@@ -132,8 +138,8 @@ def _llama3_scaling(config: ModelConfig, factors: Tensor) -> dict[str, Any]:
     scaling = {"rope_type": "llama3", "factor": round(float(factors.max()), 3), **LLAMA3_SCALING}
     plain = rotary_frequencies(config)
     scaled = rotary_frequencies(ModelConfig(**{**vars(config), "rope_scaling": scaling}))
-    if factors.shape != plain.shape or not torch.allclose(plain / scaled, factors, rtol=1e-3):
-        raise FredaError(f"{ROPE_FACTORS} is not the scaling of Llama 3; {INSTEAD}")
+    same = factors.shape == plain.shape and torch.allclose(plain / scaled, factors, rtol=1e-3)
+    require(same, f"{ROPE_FACTORS} is not the scaling of Llama 3; {INSTEAD}")
     return scaling
 
 
@@ -151,8 +157,9 @@ def _tensors(stored: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype)
             continue
         name, weight = _hugging_face_name(gguf_name), _dequantised(tensor)
         module = name.split(".")[-2:][0]
-        if module in reordered:
-            weight = _halves_paired(weight, reordered[module])
+        if module in reordered:  # from neighbouring pairs to (first half, second half) of a head's rows
+            pairs = weight.view(reordered[module], -1, 2, weight.shape[-1])
+            weight = pairs.transpose(1, 2).reshape(weight.shape)
         tensors[name] = weight.to(dtype)
     return tensors
 
@@ -166,11 +173,6 @@ def _hugging_face_name(name: str) -> str:
     return f"{layer}{MODULES[match[2]]}.{match[3]}"
 
 
-def _halves_paired(weight: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's reordering of a head's rows from (first half, second half) to neighbouring pairs."""
-    return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
-
-
 def _dequantised(tensor: Any, step: int = 1) -> Tensor:
     """Every `step`-th row of a stored tensor as float32."""
     quants = importlib.import_module("gguf.quants")
@@ -180,17 +182,6 @@ def _dequantised(tensor: Any, step: int = 1) -> Tensor:
         kind = tensor.tensor_type.name
         raise FredaError(f"the tensor {tensor.name} is quantised as {kind}, which cannot be read; use Q8_0") from None
     return torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: the file is mapped read-only
-
-
-def _float_type(stored: Mapping[str, Any]) -> torch.dtype:
-    """The precision of the embedding; bfloat16 if it is quantised."""
-    table = stored.get(GGUF_EMBEDDING)
-    return torch.bfloat16 if table is None else FLOATS.get(table.tensor_type.name, torch.bfloat16)
-
-
-def _dequantisation(stored: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
-    kinds = sorted({tensor.tensor_type.name for tensor in stored.values()} - FLOATS.keys())
-    return [f"{', '.join(kinds)} dequantised to {str(dtype).removeprefix('torch.')}"] if kinds else []
 
 
 def _tie_copies(stored: dict[str, Any]) -> list[str]:
@@ -226,10 +217,10 @@ def _stops(fields: Mapping[str, Any]) -> list[int | str]:
 
 def _tokenizer_json(fields: Mapping[str, Any]) -> str:
     """tokenizer.json of a byte-level BPE, from vocabulary, merges and token types."""
-    kind, split = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or split not in SPLITS:
-        known = ", ".join(f"gpt2/{name}" for name in SPLITS)
-        raise FredaError(f"the tokenizer {kind}/{split} of a GGUF file is not supported (only {known}); {INSTEAD}")
+    kind, split = fields.get("tokenizer.ggml.model"), str(fields.get("tokenizer.ggml.pre"))
+    known = ", ".join(f"gpt2/{name}" for name in SPLITS)
+    odd = f"the tokenizer {kind}/{split} of a GGUF file is not supported (only {known}); {INSTEAD}"
+    require(kind == "gpt2" and split in SPLITS, odd)
     tokens = fields["tokenizer.ggml.tokens"]
     types = fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     used = max((index + 1 for index, type_ in enumerate(types) if type_ != UNUSED), default=0)  # fill of the table

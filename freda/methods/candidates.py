@@ -135,12 +135,7 @@ def marginal_cost_beam(top: Prediction, free: Tensor, *, width: int, swaps: Tens
     order = F.pad(order[:, :width], (0, missing), value=0)
     rank = place.argsort(dim=-1)  # (N, B): of each position
     chosen = switched[order].gather(-1, rank[:, None].expand(-1, width, -1))  # (N, C, B) over positions
-    return _switch(top, free, chosen, kept.isfinite())
-
-
-def _switch(top: Prediction, free: Tensor, switched: Tensor, valid: Tensor) -> Candidates:
-    """The candidates that `switched` (N, C, B) describes."""
-    ids = torch.where(switched, top.second_ids[:, None], top.ids[:, None])
-    alpha = torch.where(switched, top.second_prob[:, None], top.prob[:, None])
+    ids = torch.where(chosen, top.second_ids[:, None], top.ids[:, None])
+    alpha = torch.where(chosen, top.second_prob[:, None], top.prob[:, None])
     log_prob = torch.where(free[:, None], alpha.clamp_min(1e-38).log(), 0.0).sum(-1)
-    return Candidates(ids, alpha, log_prob, valid)
+    return Candidates(ids, alpha, log_prob, kept.isfinite())

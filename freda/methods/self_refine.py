@@ -146,16 +146,13 @@ class SelfRefine(Refining):
         return draft._replace(ids=torch.where(shown, batch.tokens.view_as(draft.ids), draft.ids), prob=shown.float())
 
     def replaced(self, batch: Batch, step: Step) -> Tensor:
-        """Which positions of the first draft show their true token, (N, B)."""
+        """Which positions of the first draft show their true token, (N, B): a share that falls over half of the run."""
+        start, end = self.replacement_start, self.replacement_end
         point = uniform(Purpose.REPLACEMENT, *step.counters(batch.tokens))
-        shown = (point < self.replacement_share(step.progress)).view(-1, self.block_size)
+        shown = (point < start + (end - start) * min(1.0, 2 * step.progress)).view(-1, self.block_size)
         if self.replacement == "prefix":  # as many as independent draws show, but from the left: a prompt's tail
             shown = torch.arange(self.block_size, device=shown.device) < shown.sum(-1, keepdim=True)
         return shown
-
-    def replacement_share(self, progress: float) -> float:
-        """r: falls linearly over the first half of the run, then stays."""
-        return self.replacement_start + (self.replacement_end - self.replacement_start) * min(1.0, 2 * progress)
 
     def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
         """Loss and token accuracy of each pass from blank drafts over clean text."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +47,11 @@ def make_mask(query: Tokens, key: Tokens, backend: Backend) -> Mask:
         return masks.visible(Tokens(*(v[row, q] for v in query)), Tokens(*(v[row, k] for v in key)))
 
     (rows, queries), keys = query.document.shape, key.document.shape[1]
-    compiled = query.document.is_cuda and rows * queries * keys >= LARGE_MASK
-    return _find_tiles(compiled)(visible, rows, None, queries, keys, device=query.document.device)
+    # Small masks of ever new sizes are found faster by evaluating the rule densely than by compiling for each size.
+    large = query.document.is_cuda and rows * queries * keys >= LARGE_MASK
+    find_tiles = _compiled(create_block_mask) if large else create_block_mask
+    mask: BlockMask = find_tiles(visible, rows, None, queries, keys, device=query.document.device)
+    return mask
 
 
 def attend(q: Tensor, new: Pair, past: Pair | None, mask: Mask) -> Tensor:
@@ -64,23 +67,15 @@ def attend(q: Tensor, new: Pair, past: Pair | None, mask: Mask) -> Tensor:
     if isinstance(mask, BlockMask):
         plain = torch.compiler.is_compiling() or not q.is_cuda  # in a compiled layer it is compiled with the rest
         options = FLEX_OPTIONS if q.is_cuda and q.dtype == torch.bfloat16 else None
-        attention = cast(Callable[..., object], flex_attention) if plain else _compiled_flex()
-        out = attention(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
-        assert isinstance(out, Tensor)
+        attention: Any = flex_attention if plain else _compiled(flex_attention)  # avoids dense scores
+        out: Tensor = attention(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
         return out
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., object]:
-    """Only the compiled kernel avoids the dense scores."""
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@functools.cache
-def _find_tiles(compiled: bool) -> Callable[..., BlockMask]:
-    """The plain one evaluates the rule densely, which for small masks of ever new sizes beats compiling for each."""
-    return torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
 
 
 def pick_backend(name: Literal["auto", "sdpa", "flex", "staircase"], device: torch.device) -> Backend:

@@ -222,16 +222,16 @@ def _sharded(root: Root) -> list[FSDPModule]:
 
 
 def own_rows(module: nn.Module) -> dict[str, Part]:
-    """The rows of every weight of a module that this rank holds, which are all where it is not sharded."""
-    return {name: Part(own_part(weight.detach()), _first_row(weight)) for name, weight in module.named_parameters()}
+    """The rows of every weight of a module that this rank holds, which are all where it is not sharded.
 
-
-def _first_row(weight: Tensor) -> int:
-    """FSDP cuts the rows as `torch.chunk` does: equal pieces, of which the last may be short or missing."""
-    if not isinstance(weight, DTensor):
-        return 0
-    mesh, rows = weight.device_mesh, weight.shape[0]
-    return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+    FSDP cuts the rows as `torch.chunk` does: equal pieces, of which the last may be short or missing.
+    """
+    parts = {}
+    for name, weight in module.named_parameters():
+        mesh, rows = (weight.device_mesh, weight.shape[0]) if isinstance(weight, DTensor) else (None, 0)
+        first = 0 if mesh is None else min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+        parts[name] = Part(own_part(weight.detach()), first)
+    return parts
 
 
 def own_part(tensor: Tensor) -> Tensor:

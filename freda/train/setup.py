@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -75,23 +75,16 @@ class Run:
         return result
 
 
-class Origin(NamedTuple):
-    """Where the weights of a run come from."""
-
-    folder: Path | None  # a model folder; None: from the seed
-    new: frozenset[str] = frozenset()  # parts that the folder does not have: from the seed
-
-
 def setup(config: RunConfig, resume_from: Path | None = None, ranks: Ranks = Ranks()) -> Run:
     """Model, data and optimizer of a run, checked against each other; the weights of a checkpoint to resume from."""
     device = pick_device(config.train.device)
-    run, origin = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
+    run, folder, new = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
     if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
         compile_layers(run.parts.backbone, config.train.activations)
     if ranks.world > 1:
         shard(run.root, config.train.dtype, device, ranks, reshard=config.train.reshard)
     run.root.to_empty(device=device)
-    ranks.agree(lambda: fill(run.parts, origin, config.train.seed))
+    ranks.agree(lambda: fill(run.parts, folder, new, config.train.seed))
     fused = device.type == "cuda" and not run.updates_copies
     run.optimizer = make_optimizer(run.parts, config.train, fused=fused)  # over what each rank has
     if device.type == "cuda":
@@ -100,14 +93,17 @@ def setup(config: RunConfig, resume_from: Path | None = None, ranks: Ranks = Ran
 
 
 @torch.no_grad()
-def fill(parts: Parts, origin: Origin, seed: int) -> None:
-    """Give a model that has nothing but storage its weights; a rank of several, its rows of each."""
+def fill(parts: Parts, folder: Path | None, new: set[str], seed: int) -> None:
+    """Give a model that has nothing but storage the weights of a model folder; a rank of several, its rows of each.
+
+    Parts that the folder does not have (`new`), or all without a folder, are made from the seed.
+    """
     rows = {part: own_rows(module) for part, module in parts.named_children()}
     for part, module in parts.named_children():
         assert isinstance(module, Transformer | Scorer)
         module.inv_freq = rotary_frequencies(parts.backbone.config).to(parts.device)  # a buffer that is never stored
-        if origin.folder is not None and part not in origin.new:
-            fill_part(origin.folder, part, rows[part])
+        if folder is not None and part not in new:
+            fill_part(folder, part, rows[part])
             continue
         for name, whole in module.random_weights(seed):
             rows[part][name].tensor.copy_(rows[part][name].of(whole))
@@ -130,8 +126,11 @@ def compile_layers(model: Transformer, activations: float) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True)
 
 
-def _assemble(config: RunConfig, resume_from: Path | None, device: torch.device, ranks: Ranks) -> tuple[Run, Origin]:
-    """Everything that can be wrong, before anything is shared out; the model has no storage yet."""
+def _assemble(
+    config: RunConfig, resume_from: Path | None, device: torch.device, ranks: Ranks
+) -> tuple[Run, Path | None, set[str]]:
+    """Everything that can be wrong, before anything is shared out; the model has no storage yet. Returns what `fill`
+    needs, too."""
     check_gpu(device, ranks)
     require(bool(config.data.path), "data.path is empty; name a folder made by freda prepare")
     shards, seq_len, seed = Path(config.data.path), config.data.seq_len, config.train.seed
@@ -141,7 +140,7 @@ def _assemble(config: RunConfig, resume_from: Path | None, device: torch.device,
         align % block == 0,
         f"method.block_size {block} does not divide the shards' align {align}; prepare them with align={block}",
     )
-    parts, tokenizer, origin = _initial_model(config, resume_from)
+    parts, tokenizer, folder, new = _initial_model(config, resume_from)
     parts.backbone.backend = pick_backend(config.train.attention, device)
     rows.check_tokenizer(tokenizer)
     run = Run(
@@ -154,10 +153,10 @@ def _assemble(config: RunConfig, resume_from: Path | None, device: torch.device,
         root=Root(parts),
         ranks=ranks,
     )
-    return run, origin
+    return run, folder, new
 
 
-def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, Tokenizer, Origin]:
+def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, Tokenizer, Path | None, set[str]]:
     """The checkpoint, the model to start from, or a new one: in this order. Without storage, but fit to be filled."""
     method, init = config.method, config.train.init
     if resume_from is not None or init:
@@ -166,7 +165,7 @@ def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, 
         if resume_from is None:
             _check_shape(config.model, loaded.backbone.config)
         new = method.start_from(loaded.parts, None if resume_from else loaded.method, init)
-        return loaded.parts, loaded.tokenizer, Origin(folder, frozenset(new))
+        return loaded.parts, loaded.tokenizer, folder, new
     tokenizer = Tokenizer.load(Path(config.data.path))
     shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=tokenizer.size)
     require(
@@ -175,8 +174,7 @@ def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, 
     )
     with torch.device("meta"):
         parts = Parts(Transformer(shape, tokenizer.blank_id))
-    method.start_from(parts, None, "")
-    return parts, tokenizer, Origin(None)
+    return parts, tokenizer, None, method.start_from(parts, None, "")
 
 
 def _check_shape(asked: ModelConfig, found: ModelConfig) -> None:
