@@ -7,21 +7,30 @@ it is trained. No pickle is read and no code of a checkpoint is run.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from freda.data.tokenizer import Tokenizer, with_blank
+from freda.data.tokenizer import Tokenizer, read_settings, token_text, with_blank
 from freda.errors import require
-from freda.files import beside, located, read_json, write_json, written_beside
+from freda.files import beside, located, read_json, read_text, write_json, written_beside
 from freda.folders.gguf import read_gguf
-from freda.folders.hugging_face import DTYPES, EMBEDDING, HEAD, check_tensors, dtype_name, family_of, model_config
+from freda.folders.hugging_face import (
+    DTYPES,
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    check_tensors,
+    dtype_name,
+    family_of,
+    model_config,
+)
 from freda.folders.model_folder import SCORER_FILE, About, load_model, write_files
 from freda.folders.quantize import packed
 from freda.folders.resolve import resolve_model_folder
-from freda.folders.sources import Checkpoint, read_folder
 from freda.folders.tensors import read_safetensors, save_tensors, weight_files
 from freda.methods.autoregressive import Autoregressive
 from freda.model.config import ModelConfig
@@ -53,7 +62,7 @@ def convert(
             dtype = dtype or own.get("stored_as")
             summary = _copy(place, config, temporary, cast)
         else:
-            checkpoint = read_gguf(place, cast) if gguf else read_folder(place, config, cast)
+            checkpoint = read_gguf(place, cast) if gguf else _read_folder(place, config, cast)
             summary = _write_checkpoint(checkpoint, temporary, block_size)
         if dtype == INT8:
             summary |= _store_as_int8(temporary)
@@ -103,6 +112,26 @@ def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -
         table[blank_id] = table[:blank_id].mean(0, dtype=torch.float32)
     summary = {"resized": resized, "blank_row": "mean of the embeddings" if untrained or resized else "kept"}
     return dataclasses.replace(config, vocab_size=rows), summary
+
+
+def _read_folder(folder: Path, config: dict[str, Any], dtype: torch.dtype | None) -> Checkpoint:
+    """Read a Hugging Face folder whose config.json is `config`; `dtype` casts the weights."""
+    model_config(config)  # refuse what is not supported before gigabytes are read
+    tokenizer_json = read_text(folder / "tokenizer.json")
+    settings = read_settings(folder) if (folder / "tokenizer_config.json").is_file() else {}
+    stops = _stops(folder, config, settings)
+    return Checkpoint(config, read_safetensors(weight_files(folder), dtype=dtype), tokenizer_json, settings, stops, [])
+
+
+def _stops(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int | str]:
+    """The tokens at which `transformers` ends generation, or else the tokenizer's end-of-text token."""
+    generation = folder / "generation_config.json"
+    stops: list[int | str] = []
+    for values in (config, read_json(generation) if generation.is_file() else {}):
+        ids = values.get("eos_token_id")
+        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    text = token_text(settings.get("eos_token"))
+    return stops or ([] if text is None else [text])
 
 
 # -- copies in another precision -------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freda.errors import FredaError, missing_package, require
-from freda.folders.hugging_face import FAMILIES, family_of, model_config
-from freda.folders.sources import Checkpoint
+from freda.folders.hugging_face import FAMILIES, Checkpoint, family_of, model_config
 from freda.model.config import ModelConfig
 from freda.model.transformer import rotary_frequencies
 

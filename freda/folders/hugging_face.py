@@ -39,6 +39,17 @@ class Family(NamedTuple):
     qkv_bias: bool
 
 
+class Checkpoint(NamedTuple):
+    """The model and tokenizer of another project's files, in Hugging Face terms."""
+
+    config: dict[str, Any]  # config.json
+    tensors: dict[str, Tensor]
+    tokenizer_json: str
+    settings: dict[str, Any]  # tokenizer_config.json
+    stops: list[int | str]  # what ends generation, as ids or texts; the first one ends documents
+    notes: list[str]  # what the reader changed, for the user
+
+
 FAMILIES = (
     Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, qkv_bias=False),
     Family("Qwen2ForCausalLM", "qwen2", qk_norm=False, qkv_bias=True),

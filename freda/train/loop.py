@@ -33,7 +33,7 @@ from freda.model.shapes import counted
 from freda.train import checkpoint
 from freda.train import config as config_module
 from freda.train.config import RunConfig
-from freda.train.metrics import MetricsFile, ProgressLine, make_trackers, scalars
+from freda.train.metrics import ProgressLine, metrics_writer
 from freda.train.optim import clip_and_update, learning_rate, pass_numbers, total_norm
 from freda.train.parallel import Ranks, own_part, release
 from freda.train.setup import Run, setup
@@ -95,10 +95,13 @@ def train(
     if saved is not None:
         checkpoint.restore(saved, run.parts, run.optimizer, ranks)
     ranks.agree(lambda: prepare_folder(run.config))
+    write = ranks.agree(
+        lambda: metrics_writer(run.config, folder, steps_done=done) if ranks.first else lambda numbers: None
+    )
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
     saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), ranks, keep=config.train.keep)
     with line, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
-        return _run_steps(run, saver, done, line, stop)
+        return _run_steps(run, saver, done, line, stop, lambda numbers: ranks.agree(lambda: write(numbers)))
 
 
 def _check_unused(folder: Path) -> None:
@@ -116,10 +119,11 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     return replace(config, data=data, train=replace(config.train, init=init))
 
 
-def _run_steps(run: Run, saver: checkpoint.Saver, done: int, line: ProgressLine, stop: list[str]) -> Result:
+def _run_steps(
+    run: Run, saver: checkpoint.Saver, done: int, line: ProgressLine, stop: list[str], write: Callable[[Any], None]
+) -> Result:
     """Steps, and what is due after them; whatever ends the run, its last state is saved."""
     config, first, begun = run.config.train, done, time.perf_counter()
-    write = _metrics_writer(run, saver.run, done)
     validation: dict[str, float] = {}
     saved_at, longest_wait, interrupted = done, 0.0, ""
     try:
@@ -154,20 +158,6 @@ def _run_steps(run: Run, saver: checkpoint.Saver, done: int, line: ProgressLine,
         line.note(f"{line.name}: {interrupted} after step {done} of {config.steps}: saved and stopped")
     saved = checkpoint.latest(saver.run) or saver.run
     return Result(saved, done, interrupted, validation, time.perf_counter() - begun)
-
-
-def _metrics_writer(run: Run, folder: Path, done: int) -> Callable[[dict[str, Any]], None]:
-    """Writes a line of metrics, on one rank for all; should it fail, all fail."""
-    ranks = run.ranks
-    metrics = ranks.agree(lambda: MetricsFile(folder / "metrics.jsonl", steps_done=done, silent=not ranks.first))
-    trackers = ranks.agree(lambda: make_trackers(run.config, folder) if ranks.first else [])
-
-    def write(numbers: dict[str, Any]) -> None:
-        metrics.write(numbers)
-        for track in trackers:
-            track(numbers["step"], dict(scalars(numbers)))
-
-    return lambda numbers: ranks.agree(lambda: write(numbers))
 
 
 def _interruption(run: Run, saver: checkpoint.Saver, stop: list[str]) -> str:

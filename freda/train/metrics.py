@@ -29,24 +29,23 @@ from freda.sections import to_dict
 from freda.train.config import RunConfig
 
 
-class MetricsFile:
-    """Appends to `metrics.jsonl`; a resumed run first drops the lines of steps it will do again.
+def metrics_writer(config: RunConfig, folder: Path, *, steps_done: int) -> Callable[[dict[str, Any]], None]:
+    """A function that writes a line of metrics, which is then on disk, and tells the trackers.
 
-    `silent`: of several processes all but one write nothing.
+    A resumed run first drops the lines of steps it will do again.
     """
+    path, trackers = folder / "metrics.jsonl", make_trackers(config, folder)
+    if path.exists():
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= steps_done]
+        write_whole(path, "".join(line + "\n" for line in kept))
 
-    def __init__(self, path: Path, *, steps_done: int, silent: bool = False) -> None:
-        self.path, self.silent = path, silent
-        if path.exists() and not silent:
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= steps_done]
-            write_whole(path, "".join(line + "\n" for line in kept))
-
-    def write(self, numbers: dict[str, Any]) -> None:
-        """Add one line; it is on disk when this returns."""
-        if self.silent:
-            return
-        with self.path.open("a", encoding="utf-8") as file:
+    def write(numbers: dict[str, Any]) -> None:
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(numbers) + "\n")
+        for track in trackers:
+            track(numbers["step"], dict(scalars(numbers)))
+
+    return write
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -136,7 +136,8 @@ class Root(nn.Module):
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self.parts = parts
-        self._copies: dict[Tensor, tuple[int, Tensor]] = {}  # of each weight: the version of the weight, and the copy
+        self.copies: dict[Tensor, Tensor] = {}  # the bf16 copy of each weight that has one
+        self._versions: dict[Tensor, int] = {}  # of each copied weight, as it was copied
 
     @property
     def sharded(self) -> bool:
@@ -158,28 +159,23 @@ class Root(nn.Module):
 
     def _fresh_copies(self) -> dict[str, Tensor]:
         """The copies by name, those made anew whose weight has been written to since."""
-        exact, stale = self.parts.exact(), dict[Tensor, Tensor]()
-        rounded = {f"parts.{name}": weight for name, weight in self.parts.named_parameters() if name not in exact}
+        exact = self.parts.exact()
+        weights: Iterator[tuple[str, Tensor]] = self.parts.named_parameters()
+        rounded = {f"parts.{name}": weight for name, weight in weights if name not in exact}
         for weight in rounded.values():
-            version, copy = self._copies.get(weight, (-1, None))
-            if copy is None:
-                copy = torch.empty_like(weight, dtype=torch.bfloat16).requires_grad_(weight.requires_grad)
-            if version != weight._version:
-                self._copies[weight] = (weight._version, copy)
-                stale[weight] = copy
+            if weight not in self.copies:
+                copy = torch.empty_like(weight, dtype=torch.bfloat16)
+                self.copies[weight] = copy.requires_grad_(weight.requires_grad)
+        stale = [weight for weight in rounded.values() if self._versions.get(weight) != weight._version]
         if stale:
             with torch.no_grad():
-                torch._foreach_copy_(list(stale.values()), list(stale))
-        return {name: self._copies[weight][1] for name, weight in rounded.items()}
+                torch._foreach_copy_([self.copies[weight] for weight in stale], stale)
+        self._versions |= {weight: weight._version for weight in stale}
+        return {name: self.copies[weight] for name, weight in rounded.items()}
 
     def outdate_copies(self) -> None:
         """The weights have changed, and their versions may not say so: the library's fused optimizer leaves them."""
-        self._copies = {weight: (-1, copy) for weight, (_, copy) in self._copies.items()}
-
-    @property
-    def copies(self) -> dict[Tensor, Tensor]:
-        """The bf16 copy of each weight that has one."""
-        return {weight: copy for weight, (_, copy) in self._copies.items()}
+        self._versions.clear()
 
     def widen_gradients(self) -> None:
         """Add the gradients of the copies to those of the weights, in fp32."""
