@@ -53,12 +53,8 @@ MANY_PARAMETERS = {
     "decode/kernels/pages.py:attend": 7,
     "decode/kernels/skinny.py:_launch": 8,
     "model/kernels/staircase.py:gradients": 7,
-    "model/staircase.py:_gradients": 7,
-    "model/staircase.py:plain_gradients": 7,
 }
-DEEP = {
-    "train/loop.py:_run_steps": 4,
-}
+DEEP: dict[str, int] = {}
 WRONG_WAY = {  # (file, module that it imports against the order of ROOMS)
     ("eval/tasks/code.py", "freda.eval.sandbox"),
     ("model/kernels/staircase.py", "freda.model.staircase"),

@@ -42,9 +42,7 @@ TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products are fas
 NEAR_ZERO = 0.1  # a BLANK row shorter than this fraction of the mean row was never trained
 
 
-def convert(
-    source: Path, target: Path, *, block_size: int | None = None, dtype: str | None = None, replace: bool = False
-) -> dict[str, Any]:
+def convert(source: Path, target: Path, *, block_size: int | None = None, dtype: str | None = None) -> dict[str, Any]:
     """Write `source` as a model folder and return a summary.
 
     The source is a Hugging Face folder, a GGUF file, or a model or run folder of freda, which is copied. `dtype` is one
@@ -54,7 +52,7 @@ def convert(
     cast = DTYPES.get(dtype or "")
     gguf = source.suffix == ".gguf" and source.is_file()
     place = source if gguf else resolve_model_folder(source)
-    with written_beside(target, replace) as temporary, located(place):
+    with written_beside(target) as temporary, located(place):
         config = {} if gguf else read_json(place / "config.json")
         own = config.get("freda")
         if isinstance(own, dict):

@@ -51,9 +51,8 @@ def resolve_model_folder(path: Path) -> Path:
         return folder
     if (path / "checkpoints").is_dir():
         raise FredaError(f"the run {path} has no finished checkpoint yet; let it train until it saves one")
-    advice = "".join(
-        f"; convert its GGUF file: freda convert {file} TARGET" for file in sorted(path.glob("*.gguf"))[:1]
-    )
+    file = min(path.glob("*.gguf"), default=None)
+    advice = "" if file is None else f"; convert its GGUF file: freda convert {file} TARGET"
     raise FredaError(f"{path} is not a model folder: it has no config.json{advice}")
 
 

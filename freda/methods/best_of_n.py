@@ -60,18 +60,21 @@ class BestOfN(Refining):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, self, "method", "num_negatives")
-        require(
-            not self.committed_hard,
-            "method.committed_hard is true; best-of-n shows every candidate by its probability: use false",
-        )
+        hint = "best-of-n shows every candidate by its probability: use false"
+        require(not self.committed_hard, f"method.committed_hard is true; {hint}")
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def start_from(self, parts: Parts, proposer: Method | None, source: str) -> set[str]:
         """Stage II: only the scorer learns; a model without one gets a new one."""
-        require(bool(source), "train.init is empty; best-of-n starts from a self-refine model")
-        if proposer is not None:
-            self._check_proposer(proposer, source)
+        stage_one = "best-of-n starts from a self-refine model"
+        require(bool(source), f"train.init is empty; {stage_one}")
+        if proposer is not None:  # a scorer judges drafts, so it must see them as the model that makes them does
+            odd = f"train.init {source} was trained as {proposer.name}; {stage_one}"
+            require(isinstance(proposer, Refining), odd)
+            for key, trained in proposer.stored().items():
+                asked = getattr(self, key)
+                require(asked == trained, f"method.{key} is {asked}, but {source} was trained with {trained}; use that")
         parts.requires_grad_(False)
         new = parts.scorer is None
         if parts.scorer is None:
@@ -84,19 +87,6 @@ class BestOfN(Refining):
         )
         parts.scorer.requires_grad_(True)
         return {"scorer"} if new else set()
-
-    def _check_proposer(self, proposer: Method, source: str) -> None:
-        """A scorer judges the drafts of the model it starts from, so it must see them as that model does."""
-        require(
-            isinstance(proposer, Refining),
-            f"train.init {source} was trained as {proposer.name}; best-of-n starts from a self-refine model",
-        )
-        trained = proposer.stored()
-        for key, asked in self.stored().items():
-            require(
-                asked == trained[key],
-                f"method.{key} is {asked}, but {source} was trained with {trained[key]}; use that",
-            )
 
     def labels(self, batch: Batch) -> Tensor:
         """One label per block: its first token stands for it."""

@@ -80,12 +80,10 @@ class Refining(Method):
 
     def update(self, draft: Draft, prediction: Prediction, rules: Rules) -> Draft:
         """Take over the whole prediction, except where tokens were given; commit the leftmost sure run (M11, M12)."""
-        prediction = prediction._replace(
-            ids=torch.where(draft.given, draft.ids, prediction.ids),
-            prob=torch.where(draft.given, 1.0, prediction.prob),
-        )
-        committed = leftmost_run(draft.given | (prediction.prob >= rules.threshold[:, None]))
-        return advance(draft, prediction, committed, rules)
+        ids = torch.where(draft.given, draft.ids, prediction.ids)
+        prob = torch.where(draft.given, 1.0, prediction.prob)
+        committed = leftmost_run(draft.given | (prob >= rules.threshold[:, None]))
+        return advance(draft, prediction._replace(ids=ids, prob=prob), committed, rules)
 
     def off_device(self, parts: Parts, request: DecodeConfig) -> str:
         """Why a request cannot be decoded by passes that stay on the GPU, or nothing."""

@@ -35,10 +35,9 @@ class ModelConfig:
         require_at_least(1, self, "model", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim")
         divides = self.heads % self.kv_heads == 0
         require(divides, f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}")
-        require(
-            not (self.qk_norm and self.qkv_bias),
-            "model.qk_norm and model.qkv_bias are both true; Qwen3 has the norm, Qwen2.5 the bias, no family has both",
-        )
+        odd = "model.qk_norm and model.qkv_bias are both true"
+        both = self.qk_norm and self.qkv_bias
+        require(not both, f"{odd}; Qwen3 has the norm, Qwen2.5 the bias, no family has both")
         missing = [key for key in LLAMA3_SCALING if self.rope_scaling is not None and key not in self.rope_scaling]
         require(not missing, f"model.rope_scaling has no {', '.join(missing)}; only the scaling of Llama 3 is known")
         require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}; rotary embedding needs an even number")

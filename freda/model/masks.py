@@ -49,9 +49,8 @@ def stored_tokens(lengths: Tensor, block_size: int) -> Tokens:
 
 def draft_tokens(document: Tensor, position: Tensor, block_size: int, candidate: Tensor | None = None) -> Tokens:
     """Vectors of a draft; `candidate` (R, T) tells packed drafts of one block apart."""
-    block = (position // block_size).int()
-    zero = torch.zeros_like(block)
-    return Tokens(zero + DRAFT, document.int(), block, zero if candidate is None else candidate.int())
+    _, document, block, zero = clean_tokens(document, position, block_size)
+    return Tokens(zero + DRAFT, document, block, zero if candidate is None else candidate.int())
 
 
 def concat(*parts: Tokens) -> Tokens:
@@ -60,15 +59,11 @@ def concat(*parts: Tokens) -> Tokens:
 
 
 def visible(query: Tokens, key: Tokens) -> Tensor:
-    """May `query` see `key`? Elementwise with broadcasting, so dense and flex attention share it."""
+    """Whether `query` may see `key`: elementwise with broadcasting, so dense and flex attention share it."""
     same_document = query.document == key.document
     clean_key = (key.stream == CLEAN) & (key.block < query.block + (query.stream == CLEAN).int())
-    own_draft = (
-        (key.stream == DRAFT)
-        & (query.stream == DRAFT)
-        & (key.block == query.block)
-        & (key.candidate == query.candidate)
-    )
+    drafts = (key.stream == DRAFT) & (query.stream == DRAFT)
+    own_draft = drafts & (key.block == query.block) & (key.candidate == query.candidate)
     return same_document & (clean_key | own_draft)
 
 

@@ -7,13 +7,8 @@ from typing import Any
 from freda.data.loader import Batch
 from freda.model.config import ModelConfig
 
-_QWEN3: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "head_dim": 128,
-    "kv_heads": 8,
-    "rope_theta": 1e6,
-    "max_positions": 32_768,
-}
+_QWEN3: dict[str, Any] = {"vocab_size": 151_936, "head_dim": 128, "kv_heads": 8}
+_QWEN3 |= {"rope_theta": 1e6, "max_positions": 32_768}
 QWEN3_BLANK = 151_669  # the first free id of its tokenizer
 
 SHAPES: dict[str, ModelConfig] = {

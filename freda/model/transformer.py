@@ -11,7 +11,7 @@ Shapes: R rows, T tokens, K keys, D width, H heads, C head width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -218,13 +218,11 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     """Angle per position of each pair of channels, (C/2,), with Llama-3 scaling where the config asks for it."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequency = 1.0 / (config.rope_theta**exponent)
-    return frequency if config.rope_scaling is None else _llama3_scaling(frequency, config.rope_scaling)
-
-
-def _llama3_scaling(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    """Slow down wavelengths longer than the original context, keep short ones, blend between (Llama 3.1)."""
-    context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    if config.rope_scaling is None:
+        return frequency
+    scaling = config.rope_scaling  # slows down wavelengths beyond the original context, and blends towards short ones
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)  # rotations within that context
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = context * frequency / (2 * math.pi)  # rotations within the original context
     blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequency * (blend + (1 - blend) / factor)
+    scaled: Tensor = frequency * (blend + (1 - blend) / scaling["factor"])
+    return scaled

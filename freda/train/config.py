@@ -68,17 +68,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "train", "steps", "batch_rows", "group_rows", "keep", "log_every", "validation_rows")
         require_at_least(0, self, "train", "warmup_steps", "validate_every", "save_every", "weight_decay")
-        require(
-            self.batch_rows % self.group_rows == 0,
-            f"train.group_rows {self.group_rows} does not divide train.batch_rows {self.batch_rows}",
-        )
+        odd = f"train.group_rows {self.group_rows} does not divide train.batch_rows {self.batch_rows}"
+        require(self.batch_rows % self.group_rows == 0, odd)
         for name in ("lr", "clip", "backbone_lr_scale"):
             require(getattr(self, name) > 0, f"train.{name} is {getattr(self, name)}; use a positive number")
         require(0 <= self.activations <= 1, f"train.activations is {self.activations}; use 0 to 1")
-        require(
-            self.activations == 1 or self.compile != "off",
-            f"train.activations is {self.activations}, but only compiled layers recompute; leave train.compile on",
-        )
+        odd = f"train.activations is {self.activations}, but only compiled layers recompute"
+        require(self.activations == 1 or self.compile != "off", f"{odd}; leave train.compile on")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"train.{name} is {getattr(self, name)}; use 0 to below 1")
 

@@ -29,14 +29,10 @@ def make_optimizer(parts: Parts, config: TrainConfig, *, fused: bool = False) ->
         if weight.requires_grad:
             backbone = part == BACKBONE or name in parts.copied(part)
             kinds.setdefault((weight.dim() >= 2, backbone), []).append(weight)
-    groups = [
-        {
-            "params": weights,
-            "weight_decay": config.weight_decay if matrix else 0.0,
-            "scale": config.backbone_lr_scale if backbone else 1.0,
-        }
-        for (matrix, backbone), weights in sorted(kinds.items(), reverse=True)
-    ]
+    groups: list[dict[str, Any]] = []
+    for (matrix, backbone), weights in sorted(kinds.items(), reverse=True):
+        rates = {"weight_decay": config.weight_decay * matrix, "scale": config.backbone_lr_scale if backbone else 1.0}
+        groups.append({"params": weights, **rates})
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
 
 

@@ -124,10 +124,8 @@ def processes() -> Iterator[Ranks]:
 def check_gpu(device: torch.device, ranks: Ranks) -> None:
     """Every process on a GPU needs its own."""
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    require(
-        device.type != "cuda" or ranks.world == 1 or here <= gpus,
-        f"{here} processes were started on a node with {gpus} GPUs; use torchrun --nproc-per-node {gpus}",
-    )
+    odd = f"{here} processes were started on a node with {gpus} GPUs; use torchrun --nproc-per-node {gpus}"
+    require(device.type != "cuda" or ranks.world == 1 or here <= gpus, odd)
 
 
 class Root(nn.Module):

@@ -10,6 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from freda.errors import FredaError, require
+from freda.files import read_json
+from freda.folders.hugging_face import model_config
+from freda.folders.resolve import resolve_model_folder
 from freda.model.config import ModelConfig
 from freda.model.shapes import SHAPES, all_parameters, visible_pairs
 from freda.train.config import RunConfig
@@ -25,30 +28,25 @@ def plan_lines(config: RunConfig, *, gpus: int, tflops: float, shape_name: str =
     require(tflops >= 0, f"tflops is {tflops}; use a positive number, or 0 for an H200's")
     tflops = tflops or TFLOPS
     train, method, seq_len = config.train, config.method, config.data.seq_len
-    require(
-        train.group_rows % gpus == 0,
-        f"train.group_rows {train.group_rows} cannot be shared among {gpus} GPUs; use a multiple",
-    )
+    odd = f"train.group_rows {train.group_rows} cannot be shared among {gpus} GPUs; use a multiple"
+    require(train.group_rows % gpus == 0, odd)
     shape = planned_shape(config, shape_name)
     tokens = train.batch_rows * seq_len
     pairs = train.batch_rows * visible_pairs([seq_len], method.block_size)
     most = method.training_passes
     flops = sum(method.flops(shape, tokens, pairs, t) for t in range(1, most + 1)) / most
     seconds = flops / gpus / (tflops * 1e12)
-    rows = train.group_rows // gpus
     lines = [
         f"model        {counted_as(all_parameters(shape), 3)} parameters",
         f"step         {train.batch_rows} rows of {seq_len}: {tokens:,} tokens; {flops_as(flops)} useful"
         + (f", mean over 1 to {most} passes" if most > 1 else ""),
         f"run          {train.steps:,} steps, {counted_as(train.steps * tokens, 2)} tokens, "
         f"{flops * train.steps:.2e} FLOP",
-        f"per forward  {rows} rows on each of {gpus} GPUs",
+        f"per forward  {train.group_rows // gpus} rows on each of {gpus} GPUs",
     ]
     lines += [f"{name:<12} {size / 1e9:.1f} GB" for name, size in memory(config, shape, gpus).items()]
-    lines.append(
-        f"time         {seconds:.2f} s a step, {time_as(seconds * train.steps)} at {tflops:.0f} useful TFLOP/s a GPU"
-    )
-    return lines
+    time = f"{seconds:.2f} s a step, {time_as(seconds * train.steps)}"
+    return [*lines, f"time         {time} at {tflops:.0f} useful TFLOP/s a GPU"]
 
 
 def counted_as(count: float, digits: int) -> str:
@@ -74,10 +72,6 @@ def planned_shape(config: RunConfig, name: str) -> ModelConfig:
         return SHAPES[name]
     if not config.train.init:
         return config.model
-    from freda.files import read_json
-    from freda.folders.hugging_face import model_config
-    from freda.folders.resolve import resolve_model_folder
-
     try:
         return model_config(read_json(resolve_model_folder(Path(config.train.init)) / "config.json"))
     except FredaError as error:

@@ -16,7 +16,7 @@ import torch
 from freda.bench.rates import matmul_rate
 from freda.data.loader import Loader, Prefetcher, rank_rows
 from freda.data.tokenizer import Tokenizer
-from freda.errors import FredaError, require
+from freda.errors import require
 from freda.folders.model_folder import fill_part, load_model
 from freda.folders.resolve import resolve_model_folder
 from freda.methods.method import Method
@@ -136,10 +136,8 @@ def _assemble(
     shards, seq_len, seed = Path(config.data.path), config.data.seq_len, config.train.seed
     rows = Loader(shards, "train", seq_len=seq_len, seed=seed)
     align, block = rows.manifest.align, config.method.block_size
-    require(
-        align % block == 0,
-        f"method.block_size {block} does not divide the shards' align {align}; prepare them with align={block}",
-    )
+    odd = f"method.block_size {block} does not divide the shards' align {align}"
+    require(align % block == 0, f"{odd}; prepare them with align={block}")
     parts, tokenizer, folder, new = _initial_model(config, resume_from)
     parts.backbone.backend = pick_backend(config.train.attention, device)
     rows.check_tokenizer(tokenizer)
@@ -168,10 +166,8 @@ def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, 
         return loaded.parts, loaded.tokenizer, folder, new
     tokenizer = Tokenizer.load(Path(config.data.path))
     shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=tokenizer.size)
-    require(
-        shape.vocab_size >= tokenizer.size,
-        f"model.vocab_size {shape.vocab_size} is below the tokenizer's {tokenizer.size}; use 0 to take the tokenizer's",
-    )
+    odd = f"model.vocab_size {shape.vocab_size} is below the tokenizer's {tokenizer.size}"
+    require(shape.vocab_size >= tokenizer.size, f"{odd}; use 0 to take the tokenizer's")
     with torch.device("meta"):
         parts = Parts(Transformer(shape, tokenizer.blank_id))
     return parts, tokenizer, None, method.start_from(parts, None, "")
@@ -180,9 +176,9 @@ def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, 
 def _check_shape(asked: ModelConfig, found: ModelConfig) -> None:
     """A [model] section beside `train.init` must not contradict the checkpoint."""
     asked = replace(asked, vocab_size=asked.vocab_size or found.vocab_size)
-    if asked not in (found, replace(ModelConfig(), vocab_size=found.vocab_size)):  # the latter: none was given
-        key = next(key for key, value in vars(asked).items() if value != getattr(found, key))
-        raise FredaError(
-            f"model.{key} is {getattr(asked, key)}, but the model of train.init has {getattr(found, key)}; "
-            f"omit the [model] section"
-        )
+    if asked == replace(ModelConfig(), vocab_size=found.vocab_size):  # none was given
+        return
+    for key, value in vars(asked).items():
+        there = getattr(found, key)
+        odd = f"model.{key} is {value}, but the model of train.init has {there}"
+        require(value == there, f"{odd}; omit the [model] section")
