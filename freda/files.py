@@ -21,7 +21,7 @@ PART = ".part"  # what the name of an unfinished file or folder ends in
 
 
 def beside(path: Path) -> Path:
-    """Where `path` is written before it gets its name."""
+    """The temporary place where `path` is written before it gets its name."""
     return path.with_name(path.name + PART)
 
 

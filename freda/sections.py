@@ -49,7 +49,7 @@ def read_tables(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested dictionaries, the inverse of `build`; unset (None) values are left out."""
+    """Nested dictionaries, the inverse of `build`; unset (None) values are omitted."""
     values = dataclasses.asdict(config)
     return {
         key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value

@@ -184,7 +184,7 @@ def _dequantised(tensor: Any, step: int = 1) -> Tensor:
 
 
 def _tie_copies(stored: dict[str, Any]) -> list[str]:
-    """Where embedding and head are quantised copies of one matrix, tie them again and keep the head, the finer copy."""
+    """Tie embedding and head again if they are quantised copies of one matrix; the head, the finer copy, is kept."""
     if GGUF_EMBEDDING not in stored or GGUF_HEAD not in stored:
         return []
     step = max(1, len(stored[GGUF_HEAD].data) // ROWS_COMPARED)

@@ -3,7 +3,7 @@
 Stage II training (algorithm 1, M9): the backbone is frozen. For every block the clean text and n negatives, drawn
 independently from the proposal after t passes, are embedded alike, with α = the proposal's probability of each token,
 and scored; the scorer learns to tell the clean one (Eq. bon_loss). Its optimum is the log density ratio between data
-and proposal. Duplicates among the negatives are kept: their gradient vanishes, and leaving them out would bend the
+and proposal. Duplicates among the negatives are kept: their gradient vanishes, and dropping them would bend the
 optimum. Decoding (algorithm 3) is self-refinement whose draft is chosen from the beam (`methods/candidates.py`).
 """
 

@@ -104,7 +104,7 @@ def merge_candidates(take_second: Tensor, first: Candidates, second: Candidates)
 
 
 def choose(candidates: Candidates, scores: Tensor, search: Search, place: Tensor) -> Tensor:
-    """The winner (N,): argmax of ℓ + τ·s, plus Gumbel noise where the choice is by chance, as it always is for draws.
+    """The winner (N,): argmax of ℓ + τ·s, plus Gumbel noise where the choice is sampled, as it always is for draws.
 
     `place` (N, P) names the choice, for instance (position, pass): noise belongs to it and to the request's seed.
     """

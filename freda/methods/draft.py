@@ -61,7 +61,7 @@ class Search(NamedTuple):
     swaps: Tensor  # (N,) int64: R, most positions a candidate changes
     tau: Tensor  # (N,) fp32: τ, weight of the scorer
     sampled: Tensor  # (N,) bool: candidates are draws from the proposal instead of its cheapest changes
-    gumbel: Tensor  # (N,) bool: choose by chance, with Gumbel noise, instead of the best
+    gumbel: Tensor  # (N,) bool: sample the choice, with Gumbel noise, instead of taking the best
     seed: Tensor  # (N,) int64
 
 
@@ -258,5 +258,5 @@ def right_tokens(logits: Logits, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def loss_and_hit(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """Of logits (n, V): the cross-entropy with labels (n,), and where they are the most probable tokens."""
+    """The cross-entropy of logits (n, V) with labels (n,), and which labels are the most probable tokens."""
     return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels

@@ -25,7 +25,7 @@ class Part(NamedTuple):
     first: int  # the weight's row that is the first of these
 
     def of(self, whole: Any) -> Tensor:
-        """These rows of the whole weight, which may be a tensor or lie in a file."""
+        """Select this part from `whole`, the weight as a tensor or in a file."""
         rows: Tensor = whole[self.first : self.first + self.tensor.shape[0]]
         return rows
 
@@ -56,7 +56,7 @@ class Parts(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.backbone.embed_tokens.weight.device
 
     @property

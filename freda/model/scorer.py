@@ -6,7 +6,7 @@ are averaged over the block and scored by a small MLP (paper, appendix C.2; M19)
 
 The soft channel is what the backbone makes of a candidate, or, with a `last_layer` of the scorer's own, what a trained
 copy of the backbone's last layer makes of it (M9). The copy sees the committed text as the backbone's layer has stored
-it, so that one cache serves both, and the backbone goes on proposing as before.
+it, so that one cache serves both, and the backbone proposes as before.
 
 Shapes: N blocks (one for each candidate), B tokens per block, D width.
 """

@@ -31,7 +31,7 @@ class Staircase(NamedTuple):
 
 
 def fits(q_heads: int, kv_heads: int, width: int, block: int) -> bool:
-    """Are the kernels made for this?"""
+    """Whether the kernels are made for heads and blocks of these sizes."""
     return width in WIDTHS and q_heads % kv_heads == 0 and block <= MOST_BLOCK and block & (block - 1) == 0
 
 

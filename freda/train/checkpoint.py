@@ -7,7 +7,7 @@
     state.json                            the step, and the validation loss where there was one at this step
     checksums.json                        the SHA-256 of all files above; written last, verified before resuming
 
-A copy of the state is taken between two steps; a thread writes it while training goes on, one checkpoint at a time.
+A copy of the state is taken between two steps; a thread writes it while training continues, one checkpoint at a time.
 `runs/x/checkpoints/step-N` is written beside its place and renamed, and only then does `runs/x/latest` name it: killed
 at any moment, a run has its last complete checkpoint. All noise and the order of rows are functions of the step, so
 there is no generator state to keep. No file is a pickle: torch.distributed.checkpoint writes safetensors here, whose

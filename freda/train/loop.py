@@ -342,7 +342,7 @@ def _stop_signals() -> Iterator[list[str]]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, remember)
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # not the main thread: other code handles signals
         previous.clear()
     try:
         yield caught
