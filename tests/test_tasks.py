@@ -287,7 +287,7 @@ def test_word_problems_are_those_that_the_shards_hold_out(data: Path) -> None:
     with pytest.raises(FredaError, match="name shards that do with --data"):
         TASKS["sums"].examples(data)
     for name in ("sums", "mini_math", "mini_code", "mini_logic"):
-        with pytest.raises(FredaError, match="nowhere .*--data"):
+        with pytest.raises(FredaError, match=r"nowhere .*--data"):
             TASKS[name].examples(Path("nowhere"))
 
 

@@ -106,9 +106,7 @@ def found(path: Path) -> Path:
 
 def shards(folder: Path) -> Path:
     """A folder of token shards, whose manifest says how generated questions are made; an error if it is none."""
-    require(
-        (folder / "manifest.json").is_file(), f"{folder} has no shards; name those of the model's corpus with --data"
-    )
+    require((folder / "manifest.json").is_file(), f"{folder} has no token shards; name the model's with --data")
     return folder
 
 
