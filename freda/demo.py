@@ -31,6 +31,7 @@ from freda.decode.request import Pass
 from freda.decode.show import LiveDrafts, legend, pass_line
 from freda.errors import FredaError
 from freda.eval.teacher_forcing import token_accuracy
+from freda.files import write_whole
 from freda.folders.model_folder import load_model
 from freda.folders.resolve import packaged_folder
 from freda.methods.autoregressive import Autoregressive
@@ -126,7 +127,7 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     _show_refinement(console, models["self-refine"], test)
     seconds = time.perf_counter() - begun
     results = {"version": __version__, "seed": seed, "seconds": round(seconds), "plan": asdict(plan), "rows": rows}
-    (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_whole(out / RESULTS, json.dumps(results, indent=2) + "\n")
     say(f"done in {seconds:.0f} s; results in {out / RESULTS}. Watch it live:")
     # repr writes the line break as \n and puts quotes around: with $ in front, that is how a shell reads it
     print(f"{_program()} generate {out / 'self-refine'} ${test[0].prompt!r} --show-drafts", file=sys.stderr)
@@ -190,7 +191,7 @@ def _table(rows: list[dict[str, Any]], count: int) -> Table:
             table.add_section()
         table.add_row(
             row["method"],
-            "-" if row["method"] == "autoregressive" else str(row["passes"]),
+            str(row["passes"]),
             f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f}",
             "-" if row["token_accuracy"] is None else f"{100 * row['token_accuracy']:.1f}",
             f"{row['tpf']:.2f}",

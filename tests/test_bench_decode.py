@@ -64,6 +64,7 @@ def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert rows["plain engine, autoregressive", batch]["tpf"] == 1.0
         assert rows["reference loop one by one, self-refine", batch]["tpf"] == pytest.approx(8 / 6)
     assert shown.count("| plain engine, self-refine |") == 2 and "copy" in shown
+    assert f"{found['parameters'] / 1e6:.3f} M parameters" in shown and " 0.0" not in shown.splitlines()[0]
     assert run(["bench", "decode", "nowhere"]) == 2
     assert "there is no model nowhere" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import torch
 
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
-from freda.decode.pages import Pages
+from freda.decode.pages import Pages, page_count
 from freda.decode.request import Event, Pass, QueueFull, Request
 from freda.errors import FredaError
 from tests.helpers import EOS, Letters, alone, mixed_settings, random_prompts, scored
@@ -245,3 +245,22 @@ def test_pages_are_counted() -> None:
     pages.release(everything[0])
     forgotten = pages.reserve([1] * 16, 16, 4)
     assert forgotten is not None and forgotten[1] == 0
+
+
+def test_pages_are_as_many_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = scored().backbone
+    token = 2 * 2 * 2 * 8 * 4  # keys and values of two layers, two heads of eight, in fp32
+    assert page_count(model, 16, max_batch=3, needed=10) == 31
+    assert page_count(model, 16, max_batch=1000, needed=10) == 65_536 // 16 + 1
+    weights = sum(part.numel() * part.element_size() for part in model.parameters())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2000)
+    for pages, found in (
+        (100, 81),
+        (5, 11),
+        (10**6, 101),
+    ):  # a part of what is free; one sequence at least; no more than needed
+        free = pages * 16 * token + weights - 1000
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        assert page_count(model, 16, max_batch=10, needed=10) == found

@@ -327,6 +327,8 @@ def test_wrong_stop_strings_leave_the_engine_as_it_was(model: Model) -> None:
             model.generate(TEXTS, stop=stop, **LONG)  # type: ignore[call-overload]
     assert idle(model.engine) and model.generate(TEXTS[0], **LONG).finish in ("stop", "length")
     text = model.generate(TEXTS[0], **LONG).text
+    both = model.generate([TEXTS[0]] * 2, stop=iter([text[3:6]]), **LONG)
+    assert both[0].text == both[1].text != text
     assert model.generate(TEXTS[0], stop=text[3:6], **LONG).text == text[: text.find(text[3:6])], (
         "one string, not three"
     )

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from freda.decode.config import EngineConfig
 from freda.errors import note
+from freda.files import write_whole
 from freda.options import Device, Dtype, Settings
 
 bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
@@ -88,13 +90,12 @@ def bench_decode(
     out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
 ) -> None:
     """The engine's forwards and tokens per second, beside the copy and matmul rates of the same run."""
+    from freda.bench.decode import Case, table_lines
     from freda.bench.decode import bench_decode as measure
-    from freda.bench.decode import table_lines
 
-    sizes = {"batches": batch, "contexts": context, "new_tokens": new_tokens, "passes": passes}
-    rule = {"method": method, "threshold": threshold, "compare": compare}
-    rule |= {"plain": plain, "int8": int8, "profile": profile}
-    found = measure(model, **sizes, **rule, device=device, dtype=dtype, note=note)  # type: ignore[arg-type]
+    sizes = [Case(rows, tokens, new_tokens, passes, threshold, method) for rows in batch for tokens in context]
+    engine = EngineConfig(on_device=not plain, int8=int8)
+    found = measure(model, sizes, engine, compare=compare, profile=profile, device=device, dtype=dtype, note=note)
     _report(found, table_lines(found), out)
 
 
@@ -102,4 +103,4 @@ def _report(found: dict[str, Any], lines: list[str], out: Path | None) -> None:
     print("\n".join(lines))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_whole(out, json.dumps(found, indent=1) + "\n")

@@ -79,36 +79,24 @@ class NoText(Tokenizer):
 
 def bench_decode(
     model: str,
+    sizes: Sequence[Case],
+    engine: EngineConfig = EngineConfig(),
     *,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    new_tokens: int,
-    passes: int,
-    threshold: float = NEVER,
-    method: str,
-    compare: bool,
-    plain: bool = False,
-    int8: bool = False,
+    compare: bool = False,
     profile: bool = False,
-    device: str,
-    dtype: str,
+    device: str = "auto",
+    dtype: str = "auto",
     note: Note = lambda message: None,
 ) -> dict[str, Any]:
-    """Measure all batches × contexts of a shape or a model folder; returns what the table shows.
-
-    The engine has its kernels and graphs where they are made for the model, with weights as `int8` if asked for, or is
-    `plain`.
-    """
-    place = pick_device(device)
+    """Measure a shape or a model folder in cases of one method, passes and threshold; returns what the table shows."""
+    place, (method, passes, threshold) = pick_device(device), (sizes[0].method, sizes[0].passes, sizes[0].threshold)
     precision = pick_dtype(dtype, place)
     require(method in METHODS, f"there is no method {method!r}; use one of {', '.join(METHODS)}")
     loaded = _model(model, place, precision, METHODS[method]())
     limits = Limits(copy_rate(place), matmul_rate(place, precision))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
-    methods = [method, *(["autoregressive"] if compare and method != "autoregressive" else [])]
-    sizes = [Case(b, c, new_tokens, passes, threshold, method) for b in batches for c in contexts]
+    methods = dict.fromkeys([method, *(["autoregressive"] if compare else [])])
     cases = [replace(case, method=name) for name in methods for case in sizes]
-    engine = EngineConfig(on_device=not plain, int8=int8)
     rows = [_measured(loaded, case, limits, note, engine, profile=profile) for case in cases]
     if compare:
         rows += _hugging_face(loaded, sizes, limits, note)
@@ -352,8 +340,9 @@ def table_lines(found: dict[str, Any]) -> list[str]:
     fixed = f"{found['passes']} passes for every block"
     closing = f"at most {found['passes']} passes for a block, which closes from probability {found['threshold']:g} on"
     lines = [
-        f"{found['model']}, {found['parameters'] / 1e9:.3f} B parameters, {found['dtype']}, {found['device']}: "
-        f"copy {found['copy_tb']:.3f} TB/s, matmul {found['matmul_tflops']:.1f} TFLOP/s; "
+        f"{found['model']}, {_scaled(found['parameters'], 'M', 'B')} parameters, {found['dtype']}, {found['device']}: "
+        f"copy {_scaled(1e9 * found['copy_tb'], 'GB/s', 'TB/s')}, "
+        f"matmul {_scaled(1e9 * found['matmul_tflops'], 'GFLOP/s', 'TFLOP/s')}; "
         f"{fixed if found['threshold'] > 1 else closing}",
         "",
         f"| what | batch | context | {' | '.join(COLUMNS)} |",
@@ -368,6 +357,10 @@ def table_lines(found: dict[str, Any]) -> list[str]:
             lines += ["", f"| kernels of a forward: {where} | calls | µs |", "|---|---:|---:|"]
             lines += [f"| {kernel['name']} | {kernel['calls']:.1f} | {kernel['us']:.1f} |" for kernel in row["kernels"]]
     return lines
+
+
+def _scaled(value: float, millions: str, billions: str) -> str:
+    return f"{value / 1e9:.3f} {billions}" if value >= 1e9 else f"{value / 1e6:.3f} {millions}"
 
 
 def _cell(value: float | None, times: float, form: str) -> str:

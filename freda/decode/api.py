@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, overload
 
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.engine import Engine, Handle
 from freda.decode.generate import generate
-from freda.decode.request import Output, Pass, Request, Watch, stop_strings
+from freda.decode.request import Output, Pass, Request, Watch
 from freda.decode.stops import StopMatcher, cut_at_stop
 from freda.errors import FredaError, require
 from freda.folders.model_folder import LoadedModel, load_model
@@ -44,7 +44,11 @@ def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
 
 
 class Model:
-    """A loaded model with its engine. Settings of a call are the fields of `DecodeConfig`: passes, threshold, ..."""
+    """A loaded model with its engine.
+
+    Settings of a call are the fields of `DecodeConfig` (passes, threshold, max_new_tokens, ...), `method`, the name of
+    another method than the model's own, and `stop`, a string or strings that end the text.
+    """
 
     def __init__(self, loaded: LoadedModel, engine: EngineConfig = EngineConfig(), *, name: str = "") -> None:
         self.loaded, self.name, self.engine = loaded, name, Engine(loaded, engine)
@@ -56,57 +60,37 @@ class Model:
         return f"<freda.Model {self.name}: {kind}, {str(weight.dtype).removeprefix('torch.')} on {weight.device}>"
 
     @overload
-    def generate(
-        self, prompts: str, *, method: str | None = None, stop: str | Sequence[str] = (), **settings: Any
-    ) -> Completion: ...
+    def generate(self, prompts: str, **settings: Any) -> Completion: ...
 
     @overload
-    def generate(
-        self, prompts: Sequence[str], *, method: str | None = None, stop: str | Sequence[str] = (), **settings: Any
-    ) -> list[Completion]: ...
+    def generate(self, prompts: Sequence[str], **settings: Any) -> list[Completion]: ...
 
-    def generate(
-        self,
-        prompts: str | Sequence[str],
-        *,
-        method: str | None = None,
-        stop: str | Sequence[str] = (),
-        **settings: Any,
-    ) -> Completion | list[Completion]:
+    def generate(self, prompts: str | Sequence[str], **settings: Any) -> Completion | list[Completion]:
         """Continue one prompt, or many side by side.
 
         Among many, one that cannot be continued has finish "error" and says why; a prompt alone raises the error.
         """
-        how = {"method": method, "stop": stop_strings(stop), **checked(settings)}
+        common = Request(prompt=(), **checked(settings))
         if isinstance(prompts, str):
-            return self.complete(self.request(prompts, **how))
-        Request(prompt=(), **how)  # what is wrong with all of them is an error
+            return self.complete(replace(common, prompt=self.loaded.tokenizer.encode(prompts)))
         outputs, asked = dict[int, Output](), dict[int, Request]()
         for index, prompt in enumerate(prompts):
             try:
-                asked[index] = self.request(prompt, **how)
+                asked[index] = replace(common, prompt=self.loaded.tokenizer.encode(prompt))
             except FredaError as error:
                 outputs[index] = Output([], 0, "error", 0.0, str(error))
         places = list(asked)
         with contextlib.closing(self.engine.completed(asked.values())) as finished:
             outputs |= {places[number]: output for number, output in finished}
-        return [self._completion(outputs[index], how["stop"]) for index in range(len(prompts))]
+        return [self._completion(outputs[index], common) for index in range(len(prompts))]
 
-    def stream(
-        self,
-        prompt: str,
-        *,
-        method: str | None = None,
-        stop: str | Sequence[str] = (),
-        drafts: bool = False,
-        **settings: Any,
-    ) -> Stream:
+    def stream(self, prompt: str, *, drafts: bool = False, **settings: Any) -> Stream:
         """The text as its blocks are committed; with `drafts`, every pass over a block as well.
 
         Ending the iteration early cancels the request.
         """
-        request = self.request(prompt, method=method, stop=stop, watch=drafts, **checked(settings))
-        return Stream(self.engine.submit(request), StopMatcher(self.loaded.tokenizer.decode, stop_strings(stop)))
+        request = self.request(prompt, watch=drafts, **checked(settings))
+        return Stream(self.engine.submit(request), StopMatcher(self.loaded.tokenizer.decode, request.stop))
 
     def complete(self, request: Request, watch: Watch | None = None) -> Completion:
         """Run one request to its end; `watch` gets its passes, if it is a watched one."""
@@ -115,32 +99,28 @@ class Model:
             for event in handle:
                 if watch is not None and isinstance(event, Pass):
                     watch(event)
-            return self._checked(handle.result(), request)
+            return self._completion(handle.result(), request, raises=True)
         finally:
             handle.cancel()  # if it was interrupted: whoever catches that may keep the handle alive
 
     def reference(self, request: Request, watch: Watch | None = None) -> Completion:
         """Run one request with `generate`, the plain loop that the engine must equal."""
-        tokenizer, stops = self.loaded.tokenizer, stop_strings(request.stop)
+        tokenizer, method = self.loaded.tokenizer, self.engine.check(request)
 
         def stopped(tokens: Sequence[int]) -> bool:
-            return StopMatcher(tokenizer.decode, stops).feed(tokens)
+            return StopMatcher(tokenizer.decode, request.stop).feed(tokens)
 
-        method = self.engine.check(request)
-        options: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "stopped": stopped if stops else None}
-        output = generate(self.loaded.parts, method, [request], **options, watch=watch)[0]
-        return self._checked(output, request)
+        options: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "stopped": stopped, "watch": watch}
+        output = generate(self.loaded.parts, method, [request], **options)[0]
+        return self._completion(output, request, raises=True)
 
     def request(self, prompt: str, **settings: Any) -> Request:
         """The request for a prompt; `settings` are fields of `Request`."""
         return Request(prompt=self.loaded.tokenizer.encode(prompt), **settings)
 
-    def _checked(self, output: Output, request: Request) -> Completion:
-        require(output.finish != "error", output.error)
-        return self._completion(output, stop_strings(request.stop))
-
-    def _completion(self, output: Output, stop: Sequence[str]) -> Completion:
-        return Completion(**vars(output), text=cut_at_stop(self.loaded.tokenizer.decode(output.tokens), stop))
+    def _completion(self, output: Output, request: Request, *, raises: bool = False) -> Completion:
+        require(not raises or output.finish != "error", output.error)
+        return Completion(**vars(output), text=cut_at_stop(self.loaded.tokenizer.decode(output.tokens), request.stop))
 
 
 class Stream(Iterator[str | Pass]):
@@ -179,7 +159,7 @@ class Stream(Iterator[str | Pass]):
 
 def checked(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings of a call; one that does not exist is an error."""
-    known = {field.name for field in fields(DecodeConfig)}
+    known = sorted([*(field.name for field in fields(DecodeConfig)), "method", "stop"])
     unknown = next((name for name in settings if name not in known), None)
-    require(unknown is None, f"there is no setting {unknown!r}; use {', '.join(sorted(known))}, method or stop")
+    require(unknown is None, f"there is no setting {unknown!r}; use {', '.join(known)}")
     return settings

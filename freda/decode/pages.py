@@ -31,6 +31,8 @@ def page_count(model: Transformer, page_size: int, max_batch: int, needed: int) 
     if weight.is_cuda:
         token_size = 2 * config.layers * config.kv_heads * config.head_dim * weight.element_size()
         free, _ = torch.cuda.mem_get_info(weight.device)
+        free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+        free -= sum(part.numel() * part.element_size() for part in model.parameters())  # packed, they are held twice
         most = int(FREE_PART * free) // (page_size * token_size)
     return max(needed, min(most, max_batch * needed)) + 1
 
