@@ -286,6 +286,9 @@ def test_word_problems_are_those_that_the_shards_hold_out(data: Path) -> None:
     Manifest({"source.web": {}}, 8, 0, 0, "", {}).write(data)
     with pytest.raises(FredaError, match="name shards that do with --data"):
         TASKS["sums"].examples(data)
+    for name in ("sums", "mini_math", "mini_code", "mini_logic"):
+        with pytest.raises(FredaError, match=r"nowhere .*--data"):
+            TASKS[name].examples(Path("nowhere"))
 
 
 def test_other_questions_than_the_published_are_refused(data: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
-from freda.decode.api import Model, load
-from freda.decode.config import DecodeConfig
+from freda.decode.api import Model
+from freda.decode.command import open_model
+from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError, note, require
 from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate, result_line
@@ -54,7 +55,8 @@ class EvalJob:
 
     def load(self) -> Model:
         """The model, once the questions have been found."""
-        return load(self.model, self.device, self.dtype, max_batch=self.batch_size)
+        loaded = open_model(self.model, self.device, self.dtype)
+        return Model(loaded, EngineConfig(max_batch=self.batch_size), name=str(self.model))
 
 
 def own_questions(model: Path | None, tasks: list[str], data: Path | None) -> tuple[list[str], Path]:

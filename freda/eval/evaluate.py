@@ -175,7 +175,7 @@ def _graded(task: Task, answers: Sequence[tuple[Example, Sample]], seconds: floa
 
 
 def _resume(out: Path, head: dict[str, Any]) -> dict[str, Sample]:
-    """The answers of an earlier run of the same evaluation; a new folder begins with what is asked."""
+    """The answers of an earlier run of the same evaluation; a new folder gets a head that says what is asked."""
     if not (out / SAMPLES).is_file():
         _write_samples(out, head, {})
         return {}

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from freda import __version__
 from freda.decode.api import Model
@@ -35,12 +35,6 @@ Progress = Callable[[int, int], None]  # requests done, requests in all
 GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}  # options that a task may set
 
 
-class Instance(Protocol):
-    """A request of lm_eval."""
-
-    args: tuple[Any, ...]
-
-
 # -- the model, as lm_eval sees it -----------------------------------------------------------------------------------
 
 
@@ -52,13 +46,13 @@ class Answerer:
         self.model, self.settings, self.outputs = model, settings, list[Output]()
         self._progress = progress
 
-    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """log p of every continuation after its context, and whether each of its tokens is the most probable one."""
         pairs = [self._pair(*request.args) for request in requests]
         scored = log_likelihood(self.model.loaded, pairs, progress=lambda done: self._progress(done, len(pairs)))
         return [(one.log_prob, one.greedy) for one in scored]
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """log p of whole texts. One that is longer than the model's positions is cut as lm_eval cuts it, into windows
         that see one token of what came before."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -76,7 +70,7 @@ class Answerer:
             sums[number] += scored.log_prob
         return sums
 
-    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Texts up to the first of each request's stop strings; an empty one where a request cannot be answered."""
         asked = [self._request(number, *request.args) for number, request in enumerate(requests)]
         outputs: dict[int, Output] = {}

@@ -174,8 +174,8 @@ def _finish(process: subprocess.Popen[bytes], result: int, limits: Limits) -> tu
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still that of our group
         process.wait()
         process.stdout.close()
-    told = report.decode("utf-8", "replace").removeprefix(STARTED.decode()) if first == STARTED else None
-    return output.decode("utf-8", "replace"), told, in_time
+    outcome = report.decode("utf-8", "replace").removeprefix(STARTED.decode()) if first == STARTED else None
+    return output.decode("utf-8", "replace"), outcome, in_time
 
 
 def _read(kept: dict[int, int], deadline: float) -> list[tuple[bytes, bytes]]:

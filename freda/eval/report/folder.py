@@ -1,7 +1,7 @@
-"""The folder of one evaluation: `samples.jsonl`, what is asked and then a line for each answer, and `results.json`.
+"""The folder of one evaluation: `samples.jsonl`, a head with what was asked and a line per answer, and `results.json`.
 
 A process may be killed at any moment: files get their names when they are whole, and a line that was cut off or
-damaged is left out, so that its question is asked again.
+damaged is skipped, so that its question is asked again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SAMPLES, RESULTS = "samples.jsonl", "results.json"
 
 
 def read_samples(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """What was asked, and the answers by their ids; damaged lines are left out."""
+    """The head, which says what was asked, and the answers by their ids; damaged lines are skipped."""
     path = folder / SAMPLES
     if not path.is_file():
-        raise FredaError(f"{folder} holds no {SAMPLES}; name a folder that freda eval made, one task's")
+        raise FredaError(f"{folder} holds no {SAMPLES}; name the folder of one task that freda eval made")
     first, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     head = _line(first)
     if head is None or "checksum" not in head:

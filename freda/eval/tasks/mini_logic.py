@@ -6,7 +6,7 @@ from pathlib import Path
 
 from freda.data.mini import questions_of
 from freda.eval.tasks.letters import CHOICES, grade_letter, right_letter
-from freda.eval.tasks.task import Example, Task, one_by_one
+from freda.eval.tasks.task import Example, Task, one_by_one, shards
 
 
 def load(folder: Path, count: int) -> list[Example]:
@@ -15,7 +15,7 @@ def load(folder: Path, count: int) -> list[Example]:
         Example(
             f"mini_logic/{number}", item.prompt, item.answer, {"family": item.family}, f"{item.family} {item.level}"
         )
-        for number, item in enumerate(questions_of("mini_logic", folder, count))
+        for number, item in enumerate(questions_of("mini_logic", shards(folder), count))
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from freda.data.mini import questions_of
-from freda.eval.tasks.task import Example, Task, one_by_one
+from freda.eval.tasks.task import Example, Task, one_by_one, shards
 from freda.eval.tasks.word_problems import grade_final_number
 
 
@@ -16,7 +16,7 @@ def load(folder: Path, count: int) -> list[Example]:
     """The first problems of the test split, each with a calculation of its own."""
     return [
         Example(f"mini_math/{number}", item.prompt, item.answer, {"solution": item.solution}, f"steps {item.level}")
-        for number, item in enumerate(questions_of("mini_math", folder, count))
+        for number, item in enumerate(questions_of("mini_math", shards(folder), count))
     ]
 
 

@@ -104,6 +104,12 @@ def found(path: Path) -> Path:
     return path
 
 
+def shards(folder: Path) -> Path:
+    """A folder of token shards, whose manifest says how generated questions are made; an error if it is none."""
+    require((folder / "manifest.json").is_file(), f"{folder} has no token shards; name the model's with --data")
+    return folder
+
+
 def check_rows(path: Path, rows: Sequence[object], expected: int) -> None:
     """Refuse a benchmark with rows missing, which would give another number under the same name."""
     require(len(rows) == expected, f"{path} has {len(rows)} rows, the benchmark {expected}; get the whole file")
