@@ -15,9 +15,9 @@ from freda.cli import run
 from freda.data.loader import Batch
 from freda.errors import FredaError
 from freda.methods import METHODS
-from freda.methods.method import Method, Step
+from freda.methods.method import Method, Step, visible_pairs
 from freda.model.parts import Parts
-from freda.model.shapes import SHAPES, visible_pairs
+from freda.model.shapes import SHAPES
 from freda.train import loop
 from tests.helpers import method
 

@@ -14,10 +14,12 @@ import torch
 
 from freda.cli import run
 from freda.errors import FredaError
+from freda.methods.method import counted, visible_pairs
+from freda.model.config import all_parameters, head_parameters, layer_parameters
 from freda.model.masks import clean_tokens, concat, dense, draft_tokens
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
-from freda.model.shapes import SHAPES, all_parameters, counted, head_parameters, layer_parameters, visible_pairs
+from freda.model.shapes import SHAPES
 from freda.model.transformer import Transformer
 from freda.train import config as configs
 from freda.train.config import RunConfig, TrainConfig

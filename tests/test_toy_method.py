@@ -21,11 +21,11 @@ from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import METHODS, method_named
 from freda.methods.block_diffusion import BlockDiffusion
 from freda.methods.draft import Draft, Prediction, Rules, advance, clean_half, draft_logits, label_loss
-from freda.methods.method import Method, Step, Work
+from freda.methods.method import Method, Step, Work, visible_pairs
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import SelfRefine
 from freda.model.parts import Parts
-from freda.model.shapes import SHAPES, visible_pairs
+from freda.model.shapes import SHAPES
 from freda.sections import knob
 from freda.train import config as config_module
 from freda.train import loop

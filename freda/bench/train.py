@@ -21,14 +21,14 @@ from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
 from freda.folders.hugging_face import DTYPES
 from freda.methods.draft import CleanHalf, clean_half, clean_mask, draft_mask
-from freda.methods.method import Method, Step
+from freda.methods.method import Method, Step, visible_pairs
 from freda.methods.self_refine import Refining
 from freda.model import head
 from freda.model.attention import Backend, attend, pick_backend
 from freda.model.config import ModelConfig
 from freda.model.device import pick_device
 from freda.model.parts import Parts
-from freda.model.shapes import QWEN3_BLANK, SHAPES, visible_pairs
+from freda.model.shapes import QWEN3_BLANK, SHAPES
 from freda.model.transformer import Transformer, rotary_frequencies
 from freda.train import loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig

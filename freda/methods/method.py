@@ -37,10 +37,9 @@ from freda.methods.draft import (
     start,
 )
 from freda.methods.state import Choice, DecodeState, Limits
-from freda.model.config import ModelConfig
+from freda.model.config import ModelConfig, head_parameters, layer_parameters
 from freda.model.head import Logits
 from freda.model.parts import Parts
-from freda.model.shapes import head_parameters, layer_parameters
 from freda.model.transformer import Transformer
 from freda.sections import build, knob, require_at_least
 
@@ -244,3 +243,18 @@ class Method:
             logits = self.pass_logits(backbone, clean, draft)
             draft = self.update(draft, likeliest(logits, draft.ids.shape), rules)
             yield draft.ids.view_as(batch.tokens)
+
+
+def visible_pairs(lengths: list[int], block_size: int) -> int:
+    """Pairs of a token and a key it sees in clean documents of these lengths; drafts over them have as many.
+
+    A clean token of block j sees j + 1 blocks; a drafted one j clean blocks and its own draft.
+    """
+    blocks = [-(-length // block_size) for length in lengths]
+    return sum(block_size * block_size * count * (count + 1) // 2 for count in blocks)
+
+
+def counted(batch: Batch, block_size: int) -> tuple[int, int]:
+    """Tokens of packed rows without padding, and pairs as `visible_pairs` counts them."""
+    real = batch.document >= 0
+    return int(real.sum()), int(((batch.position // block_size + 1) * block_size * real).sum())

@@ -1,4 +1,4 @@
-"""The shape of a Transformer: the `[model]` section of a run."""
+"""The shape of a Transformer: the `[model]` section of a run, and how many parameters it has."""
 
 from __future__ import annotations
 
@@ -41,3 +41,21 @@ class ModelConfig:
         missing = [key for key in LLAMA3_SCALING if self.rope_scaling is not None and key not in self.rope_scaling]
         require(not missing, f"model.rope_scaling has no {', '.join(missing)}; only the scaling of Llama 3 is known")
         require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}; rotary embedding needs an even number")
+
+
+def layer_parameters(shape: ModelConfig) -> int:
+    """Parameters of all layers, norms included."""
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = shape.dim * (2 * query + 2 * key)
+    small = 2 * shape.dim + 2 * shape.head_dim * shape.qk_norm + (query + 2 * key) * shape.qkv_bias
+    return shape.layers * (attention + 3 * shape.dim * shape.ffn_dim + small)
+
+
+def head_parameters(shape: ModelConfig) -> int:
+    """Parameters of the head alone."""
+    return shape.vocab_size * shape.dim
+
+
+def all_parameters(shape: ModelConfig) -> int:
+    """Parameters of a model without a scorer."""
+    return layer_parameters(shape) + head_parameters(shape) * (1 if shape.tied else 2) + shape.dim

@@ -28,8 +28,7 @@ from freda.errors import AgreedError, FredaError, note, require
 from freda.files import write_whole
 from freda.folders.model_folder import About
 from freda.folders.resolve import model_path
-from freda.methods.method import Step
-from freda.model.shapes import counted
+from freda.methods.method import Step, counted
 from freda.train import checkpoint
 from freda.train import config as config_module
 from freda.train.config import RunConfig

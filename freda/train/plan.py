@@ -13,8 +13,9 @@ from freda.errors import FredaError, require
 from freda.files import read_json
 from freda.folders.hugging_face import model_config
 from freda.folders.resolve import resolve_model_folder
-from freda.model.config import ModelConfig
-from freda.model.shapes import SHAPES, all_parameters, visible_pairs
+from freda.methods.method import visible_pairs
+from freda.model.config import ModelConfig, all_parameters
+from freda.model.shapes import SHAPES
 from freda.train.config import RunConfig
 
 # Of one H200 with the 4B shape, 2 rows of 4,096: 60% of its matmul rate. So it was with FlexAttention and the library's
