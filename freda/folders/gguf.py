@@ -88,8 +88,10 @@ def read_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     notes = [f"{', '.join(kinds)} dequantised to {str(dtype).removeprefix('torch.')}"] if kinds else []
     notes += _tie_copies(stored)
     config = _config(fields, stored)
-    tokenizer_json, settings = _tokenizer_json(fields), _settings(fields)
-    tensors = _tensors(stored, model_config(config), dtype)
+    bos = fields.get("tokenizer.ggml.bos_token_id")
+    bos_token = None if bos is None else fields["tokenizer.ggml.tokens"][bos]
+    settings = {"chat_template": fields.get("tokenizer.chat_template"), "bos_token": bos_token}
+    tokenizer_json, tensors = _tokenizer_json(fields), _tensors(stored, model_config(config), dtype)
     return Checkpoint(config, tensors, tokenizer_json, settings, _stops(fields), notes)
 
 
@@ -197,13 +199,6 @@ def _tie_copies(stored: dict[str, Any]) -> list[str]:
 
 
 # -- the tokenizer ---------------------------------------------------------------------------------------------------
-
-
-def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of tokenizer_config.json that the metadata has."""
-    bos = fields.get("tokenizer.ggml.bos_token_id")
-    bos_token = None if bos is None else fields["tokenizer.ggml.tokens"][bos]
-    return {"chat_template": fields.get("tokenizer.chat_template"), "bos_token": bos_token}
 
 
 def _stops(fields: Mapping[str, Any]) -> list[int | str]:

@@ -338,11 +338,9 @@ def _stop_signals() -> Iterator[list[str]]:
         if number == signal.SIGINT:
             signal.signal(number, previous[number])
 
-    try:
+    with contextlib.suppress(ValueError):  # not the main thread: other code handles signals
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, remember)
-    except ValueError:  # not the main thread: other code handles signals
-        previous.clear()
     try:
         yield caught
     finally:
