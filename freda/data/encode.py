@@ -103,6 +103,9 @@ class Encoder:
             return None
         return ids
 
+    def __str__(self) -> str:
+        return f"{self.library} ({self.reason})" if self.reason else self.library
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self._tokenizer.json_text, self._tokenizer.settings, self.library, self.reason)
 

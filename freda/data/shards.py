@@ -87,6 +87,11 @@ class Manifest:
     contamination: dict[str, Any] = field(default_factory=dict)  # {benchmark: {items, indexed, ..., by source}}
     version: int = FORMAT_VERSION
 
+    @property
+    def shards(self) -> list[ShardInfo]:
+        """The shards of all splits."""
+        return [shard for split in self.splits.values() for shard in split.shards]
+
     def write(self, folder: Path) -> None:
         """Declare the folder complete."""
         write_whole(folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
@@ -232,9 +237,8 @@ class Documents:
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Read every shard and compare its hashes with the manifest's."""
-    shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    hashes = {f"{shard.name}.bin": shard.sha256 for shard in shards}
-    for name, expected in (hashes | {f"{shard.name}.idx": shard.sha256_idx for shard in shards}).items():
+    hashes = {f"{shard.name}.bin": shard.sha256 for shard in manifest.shards}
+    for name, expected in (hashes | {f"{shard.name}.idx": shard.sha256_idx for shard in manifest.shards}).items():
         with open(folder / name, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected:
