@@ -122,9 +122,6 @@ class Loader:
             begin = end
 
 
-# -- which rows, and when --------------------------------------------------------------------------------------------
-
-
 def rank_rows(batch_rows: int, group_rows: int, *, rank: int, world: int) -> list[range]:
     """The rows of a step that a rank processes, group by group, numbered within the whole step.
 

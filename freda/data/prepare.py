@@ -28,7 +28,7 @@ from freda.data.documents import first_texts, newest_commit, sources_of
 from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo
 from freda.data.tasks import EXAMPLES, WORK, Outcome, Task, Worker, description, fingerprint, stamps
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
-from freda.data.workers import Runner, progress, runner
+from freda.data.workers import Runner, progress, runner, torchrun
 from freda.errors import FredaError
 from freda.files import beside, locked, write_whole
 
@@ -70,7 +70,7 @@ def prepare(
             (out / WORK).mkdir(exist_ok=True)
             file = with_revisions(file, out)
             _provide_tokenizer(file, root, out)
-        with runner(file, root, out, workers, world) as (worker, run):
+        with torchrun(file, root, out) if world > 1 else runner(file, root, out, workers) as (worker, run):
             if rank:
                 _all_waves(worker.file.source, worker.settings, run)
                 return Manifest(description(worker.file, root), 0, 0, 0, "", {})  # rank 0 writes the true one

@@ -63,9 +63,6 @@ ANSWER = "The answer is"
 WHOLE_NUMBER = re.compile(r"\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}))(?![.,]?\w)")
 
 
-# -- problems --------------------------------------------------------------------------------------------------------
-
-
 class Sum(NamedTuple):
     """A start and signed changes; all totals on the way are in range."""
 
@@ -140,9 +137,6 @@ def split_of(key: str) -> Split:
     return "train" if bucket < 8 else "validation" if bucket == 8 else "test"
 
 
-# -- drawing ---------------------------------------------------------------------------------------------------------
-
-
 def _draw_sum(rng: random.Random, config: CorpusConfig, split: Split) -> Sum:
     """A random sum of the split."""
     for _ in range(PATIENCE):
@@ -179,9 +173,6 @@ def pick(rng: random.Random, options: Sequence[T]) -> T:
     return options[between(rng, 0, len(options) - 1)]
 
 
-# -- wording ---------------------------------------------------------------------------------------------------------
-
-
 def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
     """Tell a sum as a story, and solve it."""
     words = {**pick(rng, PEOPLE).words, "things": pick(rng, THINGS)}
@@ -200,9 +191,6 @@ def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
     question.append(pick(rng, QUESTIONS).format(**words))
     solution.append(f"{ANSWER} {total}.")
     return Problem(" ".join(question), " ".join(solution), total, drawn.key)
-
-
-# -- grading ---------------------------------------------------------------------------------------------------------
 
 
 def final_answer(text: str) -> int | None:

@@ -82,9 +82,6 @@ class Outcome:
             return None
 
 
-# -- what a task depends on ------------------------------------------------------------------------------------------
-
-
 def description(file: PrepareFile, root: Path) -> dict[str, Any]:
     """What the shards depend on, apart from the tokenizer: kept in the manifest, it tells corpora apart."""
     values: dict[str, Any] = {"prepare": dataclasses.asdict(file.prepare)}
@@ -129,9 +126,6 @@ def stamps(source: Source) -> list[tuple[int, int]]:
     if source.config.kind == "huggingface":
         paths = sorted(path for path in Path(source.config.path).rglob("*") if path.is_file())
     return [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-
-
-# -- doing it --------------------------------------------------------------------------------------------------------
 
 
 class Tools:
