@@ -173,7 +173,7 @@ class _Chunks(io.RawIOBase):
     """A stream of the bytes that an iterator yields."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._left = chunks, memoryview(b"")
+        self._chunks, self._left = filter(None, chunks), memoryview(b"")
 
     def readable(self) -> bool:
         """Always true: the stream is for reading only."""
@@ -181,11 +181,7 @@ class _Chunks(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill the buffer as far as the next chunk goes."""
-        while not self._left:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._left = memoryview(chunk)
+        self._left = self._left or memoryview(next(self._chunks, b""))
         count = min(len(buffer), len(self._left))
         buffer[:count], self._left = self._left[:count], self._left[count:]
         return count

@@ -62,8 +62,12 @@ def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (worker, os.getpid()))
 
     def run(tasks: Sequence[Task]) -> list[Outcome]:
-        with _sigint_blocked():
+        # Ctrl-C is not for the processes started here, even while they start: the parent handles it and stops them.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             futures = [pool.submit(_run_in_process, task) for task in tasks]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         for future in as_completed(futures):
             future.result()  # an error ends the run at once, whichever task it is of
         return [future.result() for future in futures]
@@ -83,16 +87,6 @@ def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
                 "again with fewer --workers"
             ) from None
         raise
-
-
-@contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Keep Ctrl-C from processes started meanwhile, even while they start: the parent handles it and stops them."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 @contextlib.contextmanager
