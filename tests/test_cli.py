@@ -184,7 +184,7 @@ def test_prepare_and_inspect(corpus: Path, capsys: pytest.CaptureFixture[str]) -
     assert run(["prepare", *place, "--workers", "1"]) == 0
     written = capsys.readouterr()
     assert "train: " in written.out and "kept out exam (1 of 1 texts): nothing found" in written.out
-    assert "tokenizing with tokenizers: " in written.err
+    assert "tokenizing with tokenizers (" in written.err
     picture = corpus / "lengths.png"
     shown = ["--rows", "2", "--seq-len", "64", "--histogram", str(picture), "--verify"]
     assert run(["inspect", str(corpus / "out"), *shown]) == 0

@@ -194,21 +194,21 @@ def test_waves() -> None:
     """What is planned follows from what is done: shares, then gaps, then another epoch, then dry."""
     first, word = next_wave("s", 100, 2, 3, [])
     assert first == [Task("s", part, 0, 0, 0, 34) for part in range(3)] and not word
-    wave = dict(zip(first, [outcome(40, 5, False), outcome(10, 2, True), outcome(34, 9, False)], strict=True))
-    second, _ = next_wave("s", 100, 2, 3, [wave])
+    wave = list(zip(first, [outcome(40, 5, False), outcome(10, 2, True), outcome(34, 9, False)], strict=True))
+    second, _ = next_wave("s", 100, 2, 3, wave)
     assert second == [Task("s", 0, 1, 0, 5, 8), Task("s", 2, 1, 0, 9, 8)], "the others fill the gap, where they were"
-    dry = dict(zip(second, [outcome(3, 6, True), outcome(2, 10, True)], strict=True))
-    third, _ = next_wave("s", 100, 2, 3, [wave, dry])
+    dry = list(zip(second, [outcome(3, 6, True), outcome(2, 10, True)], strict=True))
+    third, _ = next_wave("s", 100, 2, 3, [*wave, *dry])
     assert third == [Task("s", part, 2, 1, 0, 4) for part in range(3)], "another epoch, from the start"
-    last = dict(zip(third, [outcome(1, 1, True)] * 3, strict=True))
-    assert next_wave("s", 100, 2, 3, [wave, dry, last]) == (
+    last = list(zip(third, [outcome(1, 1, True)] * 3, strict=True))
+    assert next_wave("s", 100, 2, 3, [*wave, *dry, *last]) == (
         [],
         "source.s ran dry: 92 of 100 tokens after 2 epochs; 3 epochs would do",
     )
-    assert next_wave("s", 89, 2, 3, [wave, dry]) == ([], ""), "enough"
-    assert next_wave("s", 0, 9, 3, [wave]) == ([], ""), "0 takes all there is, once"
-    nothing = dict(zip(first, [outcome(0, 4, True)] * 3, strict=True))
-    assert next_wave("s", 100, 9, 3, [nothing])[1] == "source.s ran dry: 0 of 100 tokens after 1 epochs"
+    assert next_wave("s", 89, 2, 3, [*wave, *dry]) == ([], ""), "enough"
+    assert next_wave("s", 0, 9, 3, wave) == ([], ""), "0 takes all there is, once"
+    nothing = list(zip(first, [outcome(0, 4, True)] * 3, strict=True))
+    assert next_wave("s", 100, 9, 3, nothing)[1] == "source.s ran dry: 0 of 100 tokens after 1 epochs"
 
 
 # -- what is dropped -------------------------------------------------------------------------------------------------

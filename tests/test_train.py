@@ -154,7 +154,7 @@ def test_a_thread_reads_each_step_once_from_where_the_run_was_resumed(
     monkeypatch.setattr(loop, "read_batches", watched)
     loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True)
     rows = loop.setup(config(shards)).rows
-    assert seen == [("prefetch", step, rows.batch(4 * step, 4).tokens.tolist()) for step in (4, 5)]
+    assert seen == [("prefetch_0", step, rows.batch(4 * step, 4).tokens.tolist()) for step in (4, 5)]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -201,7 +201,7 @@ def test_an_error_of_the_prefetching_thread_ends_the_run_with_its_last_state_sav
     with pytest.raises(OSError, match="Input/output error"):
         start(tmp_path / "run", config(shards))
     monkeypatch.undo()
-    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
     start(tmp_path / "whole", config(shards))
     assert loop.train(loop.resume_run(tmp_path / "run"), tmp_path / "run", resume=True).step == 6
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
