@@ -25,7 +25,7 @@ from freda.eval.report.compare import compare, wilson
 from freda.eval.report.folder import read_samples
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, math500
-from freda.eval.tasks.gpqa import COLUMNS
+from freda.eval.tasks.multiple_choice import GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows
 from freda.files import locked
 from freda.folders.model_folder import LoadedModel, save_model
@@ -136,7 +136,7 @@ def test_rows_without_their_fields_are_refused(tmp_path: Path) -> None:
         (tmp_path / "mmlu" / "test" / "x_test.csv").write_text(f"q,1,2,3,4,{letter}\n")
         with pytest.raises(FredaError, match="question 1 is not a question, four options and a letter"):
             TASKS["mmlu"].load(tmp_path, 1)
-    (tmp_path / "gpqa" / "gpqa_diamond.csv").write_text(",".join(COLUMNS) + "\nq,1,2,3,4\nq,1,2\n")
+    (tmp_path / "gpqa" / "gpqa_diamond.csv").write_text(",".join(GPQA_COLUMNS) + "\nq,1,2,3,4\nq,1,2\n")
     with pytest.raises(FredaError, match="question 2 is not a question and four answers"):
         TASKS["gpqa_diamond"].load(tmp_path, 2)
     row = {"task_id": 2, "text": "x", "code": "x", "test_list": [], "test_setup_code": ""}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from freda.errors import FredaError
-from freda.eval import sandbox
-from freda.eval.sandbox import Isolation, Limits, Verdict, isolation, run_many, run_program
+from freda.eval.tasks import sandbox
+from freda.eval.tasks.sandbox import Isolation, Limits, Verdict, isolation, run_many, run_program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 

@@ -23,11 +23,10 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
-from freda.eval.sandbox import Verdict
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, code, gsm8k, math500
-from freda.eval.tasks.gpqa import COLUMNS
-from freda.eval.tasks.letters import CHOICES
+from freda.eval.tasks.multiple_choice import CHOICES, GPQA_COLUMNS
+from freda.eval.tasks.sandbox import Verdict
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
 from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import resize
@@ -91,7 +90,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "gpqa").mkdir()
     with open(tmp_path / "gpqa" / "gpqa_diamond.csv", "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["Id", *COLUMNS])
+        table.writerow(["Id", *GPQA_COLUMNS])
         table.writerows([[n, f"Question {n}?", f"right {n}", "wrong a", "wrong b", "wrong c"] for n in range(25)])
     corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
     mini = {"generator": GENERATORS["mini_math"].version, **dataclasses.asdict(MiniConfig())}

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from freda.eval.tasks.task import Example, Graded, Task, exemplars, json_rows, one_by_one
+from freda.eval.tasks.task import Example, Graded, Task, compared_with_gold, exemplars, json_rows, one_by_one
 
 SHOTS = 4
 STRICT = re.compile(r"[Tt]he answer is:?\s*\$?(-?[\d.,]*\d)")
@@ -39,8 +39,7 @@ def grade(example: Example, text: str) -> Graded:
     also = {"flexible": bool(numbers) and same_number(numbers[-1], example.gold)}
     if found is None:
         return Graded(False, "no 'The answer is'", "", also)
-    answer, right = found[1][:40], same_number(found[1], example.gold)
-    return Graded(right, "right" if right else f"{answer} is not {example.gold}", answer, also)
+    return compared_with_gold(same_number(found[1], example.gold), found[1][:40], example, also)
 
 
 def reference(example: Example) -> str:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from freda.errors import missing_package
-from freda.eval.tasks.task import Example, Graded, Task, exemplars, json_rows
+from freda.eval.tasks.task import Example, Graded, Task, compared_with_gold, exemplars, json_rows
 
 SHOTS = 4
 FINAL = re.compile(r"final answer is:?\s*(.+?)(?:\.\s*I hope|\.?\s*$)", re.IGNORECASE | re.DOTALL)
@@ -40,17 +40,16 @@ def load(folder: Path, expected: int) -> list[Example]:
 
 def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
     """Compare every answer with the published one, in worker processes."""
-    pairs = [(example.gold, answer_of(text)) for example, text in zip(examples, texts, strict=True)]
-    verdicts = iter(in_workers(same, [pair for pair in pairs if pair[1]]))
-    return [
-        _graded(gold, answer, next(verdicts)) if answer else Graded(False, "no answer", "") for gold, answer in pairs
-    ]
+    answers = [answer_of(text) for text in texts]
+    pairs = [(example.gold, answer) for example, answer in zip(examples, answers, strict=True) if answer]
+    verdicts = iter(in_workers(same, pairs))
+    return [_graded(example, a, next(verdicts) if a else None) for example, a in zip(examples, answers, strict=True)]
 
 
-def _graded(gold: str, answer: str, right: bool | None) -> Graded:
-    reason = "right" if right else f"{answer[:60]} is not {gold[:60]}"
-    gave_up = f"the grader failed, or gave up after {SECONDS} s"
-    return Graded(bool(right), reason if right is not None else gave_up, answer)
+def _graded(example: Example, answer: str, right: bool | None) -> Graded:
+    if right is None:
+        return Graded(False, f"the grader failed, or gave up after {SECONDS} s" if answer else "no answer", answer)
+    return compared_with_gold(right, answer, example)
 
 
 def in_workers(check: Check, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:

@@ -3,7 +3,7 @@
 Every program gets a fresh interpreter (`python -I`) with an empty environment, a temporary folder, empty standard
 input, its own session, limits on memory, time, file size, open files and processes, and no network. Where the kernel
 allows namespaces, it sees no process but its own, and all of them end with it. Started by root, it runs under a user id
-that nobody else has. A pass is a secret that comes back: `freda/eval/inside.py` says how it is kept from the program.
+that nobody else has. A pass is a secret that comes back: `inside.py` says how it is kept from the program.
 
 What remains possible. On the machine:
 
@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from freda.errors import FredaError, require
-from freda.eval.inside import SIGNALLED, STARTED, TIMED_OUT
+from freda.eval.tasks.inside import SIGNALLED, STARTED, TIMED_OUT
 
 INSIDE = Path(__file__).with_name("inside.py")
 FIRST_UID, UIDS = 64_000, 1_024  # below 65,534, so that containers with 65,536 ids have them
