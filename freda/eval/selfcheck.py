@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from freda.eval.tasks.task import Example, Task, checksum
+from freda.eval.tasks.task import Task, checksum
 
 WRONG = " Nobody knows."  # an answer to no question
 
@@ -37,22 +38,19 @@ def self_check(task: Task, folder: Path, *, seed: int = 0) -> Checked:
     """Grade the references, a constant wrong answer and, where there are choices, random ones."""
     task.check_installed()
     begun, examples = time.perf_counter(), task.load(folder, task.rows)
-    found = checksum(examples)
+    found, generator = checksum(examples), random.Random(seed)
+
+    def right(texts: Iterable[str]) -> int:
+        return sum(one.correct for one in task.grade_all(examples, list(texts)))
+
     graded = task.grade_all(examples, [task.reference(example) for example in examples])
-    wrong = task.grade_all(examples, [WRONG] * len(examples))
     return Checked(
         n=len(examples),
         references=sum(one.correct for one in graded),
-        wrong=sum(one.correct for one in wrong),
-        guessed=_guessed(task, examples, seed) if task.choices else None,
+        wrong=right(WRONG for _ in examples),
+        guessed=right(generator.choice(task.choices) for _ in examples) / len(examples) if task.choices else None,
         checksum=found,
         published=found.startswith(task.checksum) if task.checksum else None,
         seconds=time.perf_counter() - begun,
         failures=[f"{e.id}: {g.reason}" for e, g in zip(examples, graded, strict=True) if not g.correct][:5],
     )
-
-
-def _guessed(task: Task, examples: list[Example], seed: int) -> float:
-    generator = random.Random(seed)
-    graded = task.grade_all(examples, [generator.choice(task.choices) for _ in examples])
-    return sum(one.correct for one in graded) / len(examples)

@@ -41,13 +41,7 @@ class Subject(NamedTuple):
 
 
 def run_sweep(
-    file: SweepFile,
-    data: Path,
-    out: Path,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    unpublished: bool = False,
+    file: SweepFile, data: Path, out: Path, *, device: str = "auto", dtype: str = "auto", unpublished: bool = False
 ) -> dict[str, Any]:
     """Measure everything that is not in `out` yet and write `sweep.json`; returns its content."""
     begun, sweep, tasks = time.perf_counter(), file.sweep, tasks_named(file.sweep.tasks)
