@@ -21,8 +21,7 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError
 from freda.eval.command import progress
 from freda.eval.evaluate import evaluate, fingerprint, result_line
-from freda.eval.report.compare import compare, wilson
-from freda.eval.report.folder import read_samples
+from freda.eval.report.results import compare, read_samples, wilson
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, math500
 from freda.eval.tasks.multiple_choice import GPQA_COLUMNS

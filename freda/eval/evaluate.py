@@ -29,8 +29,7 @@ from freda.decode.request import Request
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError, require
 from freda.eval.likelihood import choice_log_probs
-from freda.eval.report.compare import wilson
-from freda.eval.report.folder import RESULTS, SAMPLES, read_samples
+from freda.eval.report.results import RESULTS, SAMPLES, read_samples, wilson
 from freda.eval.tasks.task import Example, Graded, Task, checksum
 from freda.files import locked, write_whole
 from freda.folders.model_folder import LoadedModel

@@ -18,8 +18,8 @@ from freda.decode.api import Model, load
 from freda.errors import FredaError, note, require
 from freda.eval.config import SweepConfig, SweepFile, SystemConfig
 from freda.eval.evaluate import about_model, evaluate, fingerprint
-from freda.eval.report.folder import read_samples
 from freda.eval.report.points import FILE, FORMAT_VERSION, Decoding, Point, settings_of
+from freda.eval.report.results import read_samples
 from freda.eval.tasks import tasks_named
 from freda.eval.tasks.task import Example, Task, checksum
 from freda.eval.teacher_forcing import stability

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from freda.eval.report import published
-from freda.eval.report.compare import Compared
 from freda.eval.report.points import NEVER, OVERALL, Difference, Score, Setting, Sweep
+from freda.eval.report.results import Compared
 
 MATCHED = 0.5  # points below the baseline's best that still match it: less is within the noise of any benchmark here
 
