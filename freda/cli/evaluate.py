@@ -113,7 +113,7 @@ def sweep(
         except KeyboardInterrupt:
             note("interrupted; the same command resumes where it was")
             raise typer.Exit(130) from None
-    from freda.eval.report.write import draw_sweep
+    from freda.eval.report.figures import draw_sweep
 
     for path in draw_sweep(draw or out, out):
         print(path)

@@ -1,4 +1,4 @@
-"""The figures of a sweep, from its `sweep.json` alone, as PNG and SVG.
+"""`freda sweep --draw`: the tables of a sweep as CSV and Markdown, its figures as PNG and SVG, from `sweep.json` alone.
 
 One colour is one system in all figures. Bands and bars are one standard error.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from freda.errors import missing_package
-from freda.eval.report import published
-from freda.eval.report.points import NEVER, OVERALL, Score, Sweep
+from freda.errors import missing_package, note
+from freda.eval.report import published, tables
+from freda.eval.report.points import NEVER, OVERALL, Score, Sweep, read_sweep
 from freda.eval.report.tables import envelope, papers_panels, pareto_panels, pareto_scores
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # safe for colour blindness
@@ -38,6 +39,25 @@ STYLE: dict[Any, Any] = {
 }
 PANEL = (2.7, 2.35)  # inches
 LEGEND_ENTRY = 1.45
+
+
+def draw_sweep(source: Path, out: Path) -> list[Path]:
+    """Write the tables and figures of a sweep; returns their paths. Without matplotlib, which a machine that only
+    measures may not have, the tables alone."""
+    sweep = Sweep(read_sweep(source))
+    out.mkdir(parents=True, exist_ok=True)
+    files: dict[Path, str] = {}
+    for part in sweep.config.parts:
+        made = [table(sweep) for table in tables.TABLES[part]]
+        for name, table in zip((part, f"{part}-summary"), made, strict=False):
+            files[out / f"{name}.csv"] = tables.as_csv(table)
+        files[out / f"{part}.md"] = "\n".join(map(tables.as_markdown, made))
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+    if find_spec("matplotlib") is None:
+        note(f"no figures without matplotlib; where it is installed: freda sweep --draw {source} --out FOLDER")
+        return list(files)
+    return [*files, *(path for part in sweep.config.parts for path in draw(sweep, part, out))]
 
 
 def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from freda.errors import FredaError
 from freda.eval.tasks.code import HUMANEVAL, HUMANEVAL_PLUS, MBPP
 from freda.eval.tasks.generated import MINI_CODE, MINI_LOGIC, MINI_MATH, SUMS
-from freda.eval.tasks.gsm8k import GSM8K
-from freda.eval.tasks.math500 import MATH500
+from freda.eval.tasks.mathematics import GSM8K, MATH500
 from freda.eval.tasks.multiple_choice import GPQA_DIAMOND, MMLU
 from freda.eval.tasks.task import Task
 
