@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from freda.decode.stops import cut_at_stop
-from freda.eval.sandbox import Limits, Verdict, run_many, run_program
 from freda.eval.tasks.code import FUNCTION_STOPS, humaneval_program, humanevalplus_program, mbpp_program
+from freda.eval.tasks.sandbox import Limits, Verdict, run_many, run_program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 LIMITS = Limits(seconds=10.0, memory_mb=512)

@@ -231,7 +231,7 @@ def test_drawing_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from freda.cli import run; "
         f"assert run(['sweep', '--draw', {str(source)!r}, '--out', {str(tmp_path)!r}]) == 0; "
-        "import freda.eval.report.compare; sys.exit('torch' in sys.modules)"
+        "import freda.eval.report.results; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
     assert (tmp_path / "main.md").is_file() and (tmp_path / "pareto.svg").is_file()

@@ -23,11 +23,10 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
-from freda.eval.sandbox import Verdict
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS, code, gsm8k, math500
-from freda.eval.tasks.gpqa import COLUMNS
-from freda.eval.tasks.letters import CHOICES
+from freda.eval.tasks import TASKS, code, mathematics
+from freda.eval.tasks.multiple_choice import CHOICES, GPQA_COLUMNS
+from freda.eval.tasks.sandbox import Verdict
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
 from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import resize
@@ -91,7 +90,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "gpqa").mkdir()
     with open(tmp_path / "gpqa" / "gpqa_diamond.csv", "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["Id", *COLUMNS])
+        table.writerow(["Id", *GPQA_COLUMNS])
         table.writerows([[n, f"Question {n}?", f"right {n}", "wrong a", "wrong b", "wrong c"] for n in range(25)])
     corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
     mini = {"generator": GENERATORS["mini_math"].version, **dataclasses.asdict(MiniConfig())}
@@ -109,10 +108,11 @@ def test_gsm8k_prompts_and_references(data: Path) -> None:
     )
     assert "What is 3 + 1?" in examples[0].prompt and "What is 4 + 1?" not in examples[0].prompt
     for example in examples:
-        text = gsm8k.reference(example)
+        text = mathematics.gsm8k_reference(example)
         assert "<<" not in text
-        assert gsm8k.grade(example, text).correct and gsm8k.grade(example, text).also == {"flexible": True}
-        assert not gsm8k.grade(example, " The answer is 12345.").correct
+        graded = mathematics.grade_gsm8k(example, text)
+        assert graded.correct and graded.also == {"flexible": True}
+        assert not mathematics.grade_gsm8k(example, " The answer is 12345.").correct
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,15 @@ def test_gsm8k_prompts_and_references(data: Path) -> None:
 )
 def test_gsm8k_answers(text: str, strict: bool, flexible: bool) -> None:
     example = Example("x", "", "7", {})
-    assert (gsm8k.grade(example, text).correct, gsm8k.grade(example, text).also["flexible"]) == (strict, flexible)
-    assert strict or gsm8k.grade(example, text).reason != "right"
+    graded = mathematics.grade_gsm8k(example, text)
+    assert (graded.correct, graded.also["flexible"]) == (strict, flexible)
+    assert strict or graded.reason != "right"
 
 
 def test_numbers_are_compared_exactly() -> None:
-    assert gsm8k.same_number("1,200", "1200.0") and gsm8k.same_number("0.50", ".5")
-    assert not gsm8k.same_number("9007199254740993", "9007199254740992"), "equal as floats"
-    assert not gsm8k.same_number("1.2.3", "1")
+    assert mathematics.same_number("1,200", "1200.0") and mathematics.same_number("0.50", ".5")
+    assert not mathematics.same_number("9007199254740993", "9007199254740992"), "equal as floats"
+    assert not mathematics.same_number("1.2.3", "1")
 
 
 def test_mmlu_prompts_and_letters(data: Path) -> None:
@@ -179,21 +180,21 @@ def test_math_answers(data: Path) -> None:
         (interval, "The final answer is $(-\\infty,3]$. I hope it is correct.", True),
         (interval, "The final answer is $(-\\infty,3)$. I hope it is correct.", False),
     ):
-        graded = math500.grade_all([example], [text])[0]
+        graded = mathematics.grade_math500([example], [text])[0]
         assert graded.correct == right, (text[:60], graded)
 
 
 def test_a_grader_that_hangs_is_given_up(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math500, "SECONDS", 4)
-    monkeypatch.setattr(math500, "same", hang_on_seven)
+    monkeypatch.setattr(mathematics, "SECONDS", 4)
+    monkeypatch.setattr(mathematics, "same", hang_on_seven)
     example = TASKS["math500"].examples(data)[0]
     answers = ["The final answer is $5$.", "The final answer is $7$.", "The final answer is $5$."]
-    graded = math500.grade_all([example] * 3, answers)
+    graded = mathematics.grade_math500([example] * 3, answers)
     assert [one.correct for one in graded] == [True, False, True]
     assert graded[1].reason == "the grader failed, or gave up after 4 s"
-    monkeypatch.setattr(math500, "same", die_of_seven)  # and what ends its process, or fails, ends no run
-    assert [one.correct for one in math500.grade_all([example] * 3, answers)] == [True, False, True]
-    assert math500.in_workers(die_of_seven, [("1", "x"), ("1", "5")]) == [None, True]
+    monkeypatch.setattr(mathematics, "same", die_of_seven)  # and what ends its process, or fails, ends no run
+    assert [one.correct for one in mathematics.grade_math500([example] * 3, answers)] == [True, False, True]
+    assert mathematics.in_workers(die_of_seven, [("1", "x"), ("1", "5")]) == [None, True]
 
 
 def die_of_seven(gold: str, answer: str) -> bool:
@@ -248,7 +249,7 @@ def test_a_guess_must_be_right_as_often_as_guessing_is(data: Path, monkeypatch: 
 
 
 def test_a_wrong_grader_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gsm8k, "same_number", lambda one, other: False)
+    monkeypatch.setattr(mathematics, "same_number", lambda one, other: False)
     found = self_check(TASKS["gsm8k"], data)
     assert not found.passed and found.references == 0 and found.failures[0].startswith("gsm8k/0: 7 is not 7")
     kind = one_by_one(lambda example, text: Graded(True, "right", ""))

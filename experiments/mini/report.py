@@ -15,10 +15,12 @@ from pathlib import Path
 
 from freda.data.tokenizer import Tokenizer
 from freda.errors import require
+from freda.eval.report.figures import draw_sweep
 from freda.eval.report.points import OVERALL, Setting, Sweep, read_sweep
 from freda.eval.report.tables import (
     Cell,
     Table,
+    as_markdown,
     interval,
     main_table,
     pareto_scores,
@@ -29,7 +31,6 @@ from freda.eval.report.tables import (
     width_table,
     with_error,
 )
-from freda.eval.report.write import as_markdown, draw_sweep
 from freda.eval.tasks import TASKS
 from freda.eval.tasks.task import Example, checksum
 

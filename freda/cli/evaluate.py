@@ -59,9 +59,9 @@ def evaluate_(
 ) -> None:
     """Answer a benchmark's questions and grade the answers; a run that was stopped resumes where it was."""
     if compare is not None:
-        from freda.eval.report import compare as comparing
+        from freda.eval.report import results
 
-        print(comparing.compared_line(comparing.compare(*compare)))
+        print(results.compared_line(results.compare(*compare)))
         return
     from freda.eval import command
 
@@ -72,7 +72,9 @@ def evaluate_(
             if model is None and not self_check:
                 return
     if self_check:
-        if not command.check_graders(task, data or Path("benchmarks")):
+        from freda.eval.selfcheck import check_graders
+
+        if not check_graders(task, data or Path("benchmarks")):
             raise typer.Exit(1)
         return
     if model is None or not task:
@@ -111,7 +113,7 @@ def sweep(
         except KeyboardInterrupt:
             note("interrupted; the same command resumes where it was")
             raise typer.Exit(130) from None
-    from freda.eval.report.write import draw_sweep
+    from freda.eval.report.figures import draw_sweep
 
     for path in draw_sweep(draw or out, out):
         print(path)
