@@ -8,9 +8,7 @@ import torch
 from freda.data.loader import Batch
 from freda.methods.method import Method
 from freda.model.transformer import Transformer
-from tests.helpers import BLANK, EOS, VOCAB, answering_model, method, packed_batch, tiny_model
-
-__all__ = ["BLANK", "EOS", "VOCAB", "answering_model", "packed_batch", "tiny_model"]  # until all tests import helpers
+from tests.helpers import method, packed_batch, tiny_model
 
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much on a busy machine
 

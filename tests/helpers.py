@@ -1,5 +1,5 @@
-"""What many tests share: tiny models and packed rows, a stand-in for the bundled model, the ranks of a run, and files
-in the layout of the benchmarks."""
+"""What many tests share: tiny models and packed rows, a stand-in for the bundled model, and the ranks of
+a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ EASY = MiniConfig(documents=200, validation_documents=10)
 CONTEXT = multiprocessing.get_context("forkserver")  # a server imports torch once, and ranks fork from it
 CONTEXT.set_forkserver_preload(["freda.train.loop", "tests.helpers"])
 PATIENCE = 100  # seconds: a rank that waits for another for ever must not hold up the tests
-ODD = " {{7 * 7}} {% raw %} 'a' \"b\" <c> & naïve — π\t"  # nothing of it may be taken for a template, or changed
 
 
 # -- tiny models and packed rows ---------------------------------------------------------------------------------------

@@ -32,8 +32,7 @@ from freda.eval.tasks import TASKS
 from freda.folders.model_folder import load_model
 from freda.train import config as configs
 from freda.train.config import RunConfig
-from tests.helpers import method
-from tests.stand_in import write_stand_in
+from tests.helpers import method, write_stand_in
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS, CONFIGS = ROOT / "experiments" / "mini", ROOT / "configs" / "mini"

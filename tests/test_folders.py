@@ -20,7 +20,7 @@ from freda.folders import resolve as folders
 from freda.folders.model_folder import load_model
 from freda.folders.resolve import model_path, packaged, resolve_model_folder
 from tests.benchmarks import resize
-from tests.stand_in import EASY, write_stand_in
+from tests.helpers import EASY, write_stand_in
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from freda.folders.model_folder import LoadedModel
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from tests.conftest import BLANK, tiny_model
-from tests.helpers import method
+from tests.helpers import BLANK, method, tiny_model
 
 BLOCKS = ["self-refine", "block-diffusion", "best-of-n"]
 ALL = [*BLOCKS, "autoregressive"]

@@ -31,7 +31,7 @@ from freda.eval.tasks.letters import CHOICES
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
 from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import resize
-from tests.conftest import answering_model
+from tests.helpers import answering_model
 
 QUESTIONS = [
     {"question": "Ben has 3 boats and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7 boats.\n#### 7"},
