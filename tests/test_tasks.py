@@ -23,9 +23,8 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
-from freda.eval.sandbox import Verdict
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS, code, gsm8k, math500
+from freda.eval.tasks import TASKS, gsm8k, math500
 from freda.eval.tasks.gpqa import COLUMNS
 from freda.eval.tasks.letters import CHOICES
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
@@ -435,23 +434,3 @@ def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pyt
     ):
         assert run(arguments) == 2
         assert message in capsys.readouterr().err
-
-
-def test_the_same_program_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts by the clock are asked for again."""
-    ran: list[tuple[str, str]] = []
-
-    def run_many(jobs: list[tuple[str, str]]) -> list[Verdict]:
-        ran.extend(jobs)
-        return [Verdict("right" in job[0], "time out after 1 s" if "slow" in job[0] else "x", 0.0, "") for job in jobs]
-
-    monkeypatch.setattr(code, "run_many", run_many)
-    monkeypatch.setattr(code, "_KNOWN", {})
-    examples, executed = [Example(str(n), "", "", {}) for n in range(4)], code.executed(lambda row, text: (text, "t"))
-    for _ in range(2):
-        made = executed(examples, ["right", "slow", "right", "wrong"])
-        assert [one.correct for one in made] == [True, False, True, False]
-    assert [program for program, _ in ran] == ["right", "slow", "wrong", "slow"]
-    monkeypatch.setattr(code, "MOST_KNOWN", 2)
-    executed(examples[:1], ["new"])
-    assert list(code._KNOWN) == [("new", "t")]
