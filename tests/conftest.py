@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,12 @@ from freda.model.transformer import Transformer
 from tests.helpers import method, packed_batch, tiny_model, write_source
 
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much on a busy machine
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules are not looked through for garbage again and again: torch alone has a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -59,3 +68,15 @@ def root(tmp_path: Path) -> Path:
     for number, name in enumerate(("one", "two")):
         write_source(tmp_path / f"{name}.jsonl", 150, number)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def rates_once() -> Iterator[None]:
+    """The rates of this machine, measured once, for tests of what a benchmark makes of them."""
+    from freda.bench import decode, rates, train
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (decode, train):
+            patch.setattr(module, "matmul_rate", cache(rates.matmul_rate))
+        patch.setattr(decode, "copy_rate", cache(rates.copy_rate))
+        yield

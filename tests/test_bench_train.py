@@ -22,6 +22,8 @@ from freda.train import loop
 from freda.train.flops import visible_pairs
 from tests.helpers import method
 
+pytestmark = pytest.mark.usefixtures("rates_once")
+
 
 def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "bench.json"
