@@ -9,8 +9,8 @@ import pytest
 import typer
 
 from freda.cli import app, run
+from freda.cli.options import Stop, decode_options
 from freda.decode.config import DecodeConfig
-from freda.options import Stop, decode_options
 
 NAMES = {field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(DecodeConfig)}
 

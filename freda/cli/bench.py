@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from freda.cli.app import app
+from freda.cli.options import Device, Dtype, Settings
 from freda.decode.config import EngineConfig
 from freda.errors import note
 from freda.files import write_whole
-from freda.options import Device, Dtype, Settings
 
 bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
+app.add_typer(bench, name="bench")
 
 
 @bench.callback()

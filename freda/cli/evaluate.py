@@ -1,0 +1,117 @@
+"""`freda eval` and `sweep`: how good models are, and how fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from freda.cli.app import app
+from freda.cli.options import Device, Dtype, Settings, decode_options
+from freda.decode.config import DecodeConfig
+from freda.errors import FredaError, note
+
+Unpublished = Annotated[
+    bool, typer.Option("--unpublished", help="Accept benchmark files whose checksum is not the published one.")
+]
+
+
+@app.command(
+    "eval",
+    epilog="Examples: **freda eval mini --limit 100**; "
+    "**freda eval runs/mine --task gsm8k --data benchmarks --download --out runs/mine/eval**; "
+    "**freda eval runs/mine --harness --task hellaswag**; "
+    "**freda eval --self-check --data benchmarks**; **freda eval --compare runs/a/gsm8k runs/b/gsm8k**",
+)
+@decode_options
+def evaluate_(
+    model: Annotated[
+        Path | None, typer.Argument(help="A model folder, a run folder, or the name of a bundled model.")
+    ] = None,
+    task: Annotated[
+        list[str],
+        typer.Option(help="A benchmark, for example gsm8k; may be repeated. A bundled model brings its own."),
+    ] = [],  # noqa: B006
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the benchmarks' files; benchmarks by default, or a bundled model's.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="For samples.jsonl and results.json; MODEL/eval by default, runs/eval for a bundled model."),
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="First get missing files from the Hugging Face Hub.")
+    ] = False,
+    unpublished: Unpublished = False,
+    limit: Annotated[int, typer.Option(help="Only the first questions; 0 asks all.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 64,
+    decode: DecodeConfig = DecodeConfig(max_new_tokens=1024),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    harness: Annotated[
+        bool, typer.Option("--harness", help="Let lm-evaluation-harness ask; --task names tasks of its own.")
+    ] = False,
+    self_check: Annotated[bool, typer.Option("--self-check", help="Grade the published answers instead.")] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Instead: paired difference of two folders, one task's each.")
+    ] = None,
+) -> None:
+    """Answer a benchmark's questions and grade the answers; a run that was stopped resumes where it was."""
+    if compare is not None:
+        from freda.eval.report import compare as comparing
+
+        print(comparing.compared_line(comparing.compare(*compare)))
+        return
+    from freda.eval import command
+
+    if not harness:
+        task, data = command.own_questions(model, task, data)
+        if download:
+            command.download_tasks(task, data)
+            if model is None and not self_check:
+                return
+    if self_check:
+        if not command.check_graders(task, data or Path("benchmarks")):
+            raise typer.Exit(1)
+        return
+    if model is None or not task:
+        raise FredaError("name a model and a --task, or check the graders with --self-check")
+    what: dict[str, Any] = {"tasks": task, "data": data or Path("benchmarks"), "out": out, "settings": decode}
+    how: dict[str, Any] = {"limit": limit, "unpublished": unpublished, "batch_size": batch_size}
+    job = command.EvalJob(model=model, **what, **how, device=device, dtype=dtype)
+    (command.ask_by_harness if harness else command.evaluate_tasks)(job)
+
+
+@app.command(
+    epilog="Examples: **freda sweep configs/sweep-demo.toml --data runs/demo/data --out runs/demo-sweep**; "
+    "draw again from a file: **freda sweep --draw results/demo-sweep.json --out figures**"
+)
+def sweep(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file with [sweep] and [system.NAME].")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for sweep.json, the tables and the figures.")] = Path("runs/sweep"),
+    data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
+    draw: Annotated[Path | None, typer.Option(help="Instead: a sweep.json, or its folder, to draw again.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    unpublished: Unpublished = False,
+    set_: Settings = [],  # noqa: B006
+) -> None:
+    """Measure systems over passes, thresholds and candidates, and draw the paper's tables and figures of them."""
+    if (config is None) == (draw is None):
+        raise FredaError("give a config to measure, or --draw FILE to draw what was measured")
+    if config is not None:
+        from freda.eval.config import load_sweep
+
+        file = load_sweep(config, set_)  # a wrong config fails before torch is loaded
+        from freda.eval.sweep import run_sweep
+
+        try:
+            run_sweep(file, data, out, device=device, dtype=dtype, unpublished=unpublished)
+        except KeyboardInterrupt:
+            note("interrupted; the same command resumes where it was")
+            raise typer.Exit(130) from None
+    from freda.eval.report.write import draw_sweep
+
+    for path in draw_sweep(draw or out, out):
+        print(path)
