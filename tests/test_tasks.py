@@ -6,8 +6,6 @@ import csv
 import dataclasses
 import gzip
 import json
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,7 @@ from freda.eval.tasks.letters import CHOICES
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
 from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import resize
+from tests.graders import die_of_seven, hang_on_seven
 from tests.helpers import answering_model
 
 QUESTIONS = [
@@ -166,7 +165,7 @@ def test_mmlu_prompts_and_letters(data: Path) -> None:
 def test_math_answers(data: Path) -> None:
     half, price, interval = TASKS["math500"].examples(data)
     assert half.prompt.count("Problem:") == 5 and half.prompt.endswith("Problem:\nHalf of one?\n\nSolution:")
-    for example, text, right in (
+    cases = (
         (half, "The final answer is $0.5$. I hope it is correct.", True),
         (half, "We get $\\boxed{\\frac{2}{4}}$ in the end", True),
         (half, "Final Answer: The final answer is $\\frac12$", True),
@@ -177,36 +176,23 @@ def test_math_answers(data: Path) -> None:
         (price, "The final answer is $32348$. I hope it is correct.", True),
         (interval, "The final answer is $(-\\infty,3]$. I hope it is correct.", True),
         (interval, "The final answer is $(-\\infty,3)$. I hope it is correct.", False),
-    ):
-        graded = math500.grade_all([example], [text])[0]
-        assert graded.correct == right, (text[:60], graded)
+    )
+    graded = math500.grade_all([example for example, _, _ in cases], [text for _, text, _ in cases])
+    for (_, text, right), found in zip(cases, graded, strict=True):
+        assert found.correct == right, (text[:60], found)
 
 
 def test_a_grader_that_hangs_is_given_up(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math500, "SECONDS", 4)
+    monkeypatch.setattr(math500, "SECONDS", 2)
     monkeypatch.setattr(math500, "same", hang_on_seven)
     example = TASKS["math500"].examples(data)[0]
     answers = ["The final answer is $5$.", "The final answer is $7$.", "The final answer is $5$."]
     graded = math500.grade_all([example] * 3, answers)
     assert [one.correct for one in graded] == [True, False, True]
-    assert graded[1].reason == "the grader failed, or gave up after 4 s"
+    assert graded[1].reason == "the grader failed, or gave up after 2 s"
     monkeypatch.setattr(math500, "same", die_of_seven)  # and what ends its process, or fails, ends no run
     assert [one.correct for one in math500.grade_all([example] * 3, answers)] == [True, False, True]
     assert math500.in_workers(die_of_seven, [("1", "x"), ("1", "5")]) == [None, True]
-
-
-def die_of_seven(gold: str, answer: str) -> bool:
-    if "7" in answer:
-        os._exit(3)
-    if answer == "x":
-        raise RecursionError("too deep")
-    return True
-
-
-def hang_on_seven(gold: str, answer: str) -> bool:
-    while "7" in answer:
-        time.sleep(0.1)
-    return True
 
 
 @pytest.mark.parametrize("name", TASKS)
