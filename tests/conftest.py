@@ -18,7 +18,22 @@ from freda.methods.method import Method
 from freda.model.transformer import Transformer
 from tests.helpers import method, packed_batch, tiny_model, write_source
 
+LONGEST = [
+    "test_packed",
+    "test_parallel",
+    "test_mini",
+    "test_train",
+    "test_harness_tasks",
+    "test_tasks",
+    "test_prepare",
+]
+
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much on a busy machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the longest files begin, so that of two processes none is left with one of them at the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish() -> None:

@@ -330,7 +330,7 @@ def test_flex_is_shown_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load("self-refine")
     loaded.backbone.backend = "flex"
     forwards, _ = watch(loaded, monkeypatch)
-    log_likelihood(loaded, [(words(n, n), words(1 + n % 5, n)) for n in range(4, 250, 10)], batch_tokens=600)
+    log_likelihood(loaded, [(words(n, n), words(1 + n % 5, n)) for n in range(4, 250, 20)], batch_tokens=300)
     assert len(forwards) > 10 and {tokens for _, tokens in forwards} <= {128, 256}
 
 
