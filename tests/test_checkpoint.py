@@ -336,6 +336,7 @@ def train_or_resume(folder: Path, shards: Path, pause: float) -> None:
         loop.train(config(shards, steps=24, save_every=3), folder)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_a_run_loses_nothing(shards: Path, tmp_path: Path) -> None:
     """Every second kill waits until a checkpoint is being written."""
     run, dice, seen = tmp_path / "run", random.Random(7), list[int]()

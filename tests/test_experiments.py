@@ -340,6 +340,7 @@ def test_the_main_numbers_are_those_of_the_points(report: ModuleType) -> None:
     assert f"{sum(map(sum, gains.values())) / 9:+.2f} |" in first
 
 
+@pytest.mark.slow
 def test_groups_and_ablations_are_those_of_the_points(report: ModuleType) -> None:
     tokenizer, found = Tokenizer.load(report.SHIPPED), rights("a")
     logic, sums = (report.questions(name) for name in ("mini_logic", "mini_math"))

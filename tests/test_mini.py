@@ -61,6 +61,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- splits ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_content_of_a_test_question_is_in_training(kind: mini.MiniKind) -> None:
     asked = {item.key for item in questions(kind)}

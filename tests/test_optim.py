@@ -53,6 +53,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_is_the_librarys_adamw() -> None:
     """In Triton's interpreter, where Triton is installed; on a GPU below."""
     pytest.importorskip("triton")

@@ -166,6 +166,7 @@ print(json.dumps([compare(case, "cpu", torch.float32, **way) for case, way in ca
 """
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     """In fp32 on a CPU, where Triton is installed: equal but for the order of sums."""
     pytest.importorskip("triton")

@@ -74,6 +74,7 @@ def test_the_same_bytes_whatever_the_number_of_processes(root: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_under_torchrun(root: Path) -> None:
     """The engine for many machines, here with two processes on one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]

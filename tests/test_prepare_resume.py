@@ -66,6 +66,7 @@ def test_a_failed_run_goes_on_with_the_same_bytes(root: Path, kill_after: int, m
     assert contents(root / "killed") == contents(root / "whole")
 
 
+@pytest.mark.slow
 def test_killed_without_mercy(root: Path) -> None:
     """SIGKILL at random moments; each new run goes on; the end is that of a run left in peace."""
     write_source(root / "one.jsonl", 4000)
@@ -237,6 +238,7 @@ def test_a_part_goes_on_where_it_was(root: Path) -> None:
     assert len(found) == len(set(found)) and manifest.splits["train"].tokens >= 2400
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is signalled by Linux")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_worker_outlives_its_parent(root: Path, number: signal.Signals) -> None:

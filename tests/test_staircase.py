@@ -181,6 +181,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_equal_their_plain_twins() -> None:
     """In Triton's interpreter, where Triton is installed; on a GPU below."""
     pytest.importorskip("triton")

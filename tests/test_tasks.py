@@ -182,6 +182,7 @@ def test_math_answers(data: Path) -> None:
         assert found.correct == right, (text[:60], found)
 
 
+@pytest.mark.slow
 def test_a_grader_that_hangs_is_given_up(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math500, "SECONDS", 2)
     monkeypatch.setattr(math500, "same", hang_on_seven)

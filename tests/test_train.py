@@ -387,6 +387,7 @@ def test_data_and_model_must_fit(shards: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "wrong").exists(), "a run that cannot start leaves nothing behind"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_leaves_with_a_clear_word(
     number: signal.Signals, code: int, shards: Path, tmp_path: Path
