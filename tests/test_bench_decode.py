@@ -26,6 +26,7 @@ from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 from tests.helpers import PlainBackend, answering_model, method, scored, tiny_model
 
+pytestmark = pytest.mark.usefixtures("rates_once")
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
 
 

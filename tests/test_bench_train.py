@@ -21,6 +21,8 @@ from freda.model.shapes import SHAPES
 from freda.train import loop
 from tests.helpers import method
 
+pytestmark = pytest.mark.usefixtures("rates_once")
+
 
 def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "bench.json"

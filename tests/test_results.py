@@ -30,7 +30,7 @@ from freda.files import locked
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.conftest import answering_model
+from tests.helpers import answering_model
 
 SUMS = TASKS["sums"]
 SHORT = DecodeConfig(max_new_tokens=9, passes=2, threshold=0.3)

@@ -28,8 +28,7 @@ from freda.eval.tasks.task import Example, checksum
 from freda.eval.teacher_forcing import solution_batch, stability
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.scorer import Scorer
-from tests.conftest import answering_model
-from tests.helpers import init_weights
+from tests.helpers import answering_model, init_weights
 
 SYSTEM = SystemConfig(models=("x",))
 OWN = Setting(4, 0.9, 4, 0.1)

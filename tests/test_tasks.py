@@ -6,8 +6,6 @@ import csv
 import dataclasses
 import gzip
 import json
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -24,13 +22,13 @@ from freda.decode.stops import cut_at_stop
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS, code, mathematics
+from freda.eval.tasks import TASKS, mathematics
 from freda.eval.tasks.multiple_choice import CHOICES, GPQA_COLUMNS
-from freda.eval.tasks.sandbox import Verdict
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
 from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import resize
-from tests.conftest import answering_model
+from tests.graders import die_of_seven, hang_on_seven
+from tests.helpers import answering_model
 
 QUESTIONS = [
     {"question": "Ben has 3 boats and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7 boats.\n#### 7"},
@@ -168,7 +166,7 @@ def test_mmlu_prompts_and_letters(data: Path) -> None:
 def test_math_answers(data: Path) -> None:
     half, price, interval = TASKS["math500"].examples(data)
     assert half.prompt.count("Problem:") == 5 and half.prompt.endswith("Problem:\nHalf of one?\n\nSolution:")
-    for example, text, right in (
+    cases = (
         (half, "The final answer is $0.5$. I hope it is correct.", True),
         (half, "We get $\\boxed{\\frac{2}{4}}$ in the end", True),
         (half, "Final Answer: The final answer is $\\frac12$", True),
@@ -179,36 +177,24 @@ def test_math_answers(data: Path) -> None:
         (price, "The final answer is $32348$. I hope it is correct.", True),
         (interval, "The final answer is $(-\\infty,3]$. I hope it is correct.", True),
         (interval, "The final answer is $(-\\infty,3)$. I hope it is correct.", False),
-    ):
-        graded = mathematics.grade_math500([example], [text])[0]
-        assert graded.correct == right, (text[:60], graded)
+    )
+    graded = mathematics.grade_math500([example for example, _, _ in cases], [text for _, text, _ in cases])
+    for (_, text, right), found in zip(cases, graded, strict=True):
+        assert found.correct == right, (text[:60], found)
 
 
+@pytest.mark.slow
 def test_a_grader_that_hangs_is_given_up(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mathematics, "SECONDS", 4)
+    monkeypatch.setattr(mathematics, "SECONDS", 2)
     monkeypatch.setattr(mathematics, "same", hang_on_seven)
     example = TASKS["math500"].examples(data)[0]
     answers = ["The final answer is $5$.", "The final answer is $7$.", "The final answer is $5$."]
     graded = mathematics.grade_math500([example] * 3, answers)
     assert [one.correct for one in graded] == [True, False, True]
-    assert graded[1].reason == "the grader failed, or gave up after 4 s"
+    assert graded[1].reason == "the grader failed, or gave up after 2 s"
     monkeypatch.setattr(mathematics, "same", die_of_seven)  # and what ends its process, or fails, ends no run
     assert [one.correct for one in mathematics.grade_math500([example] * 3, answers)] == [True, False, True]
     assert mathematics.in_workers(die_of_seven, [("1", "x"), ("1", "5")]) == [None, True]
-
-
-def die_of_seven(gold: str, answer: str) -> bool:
-    if "7" in answer:
-        os._exit(3)
-    if answer == "x":
-        raise RecursionError("too deep")
-    return True
-
-
-def hang_on_seven(gold: str, answer: str) -> bool:
-    while "7" in answer:
-        time.sleep(0.1)
-    return True
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -436,23 +422,3 @@ def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pyt
     ):
         assert run(arguments) == 2
         assert message in capsys.readouterr().err
-
-
-def test_the_same_program_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts by the clock are asked for again."""
-    ran: list[tuple[str, str]] = []
-
-    def run_many(jobs: list[tuple[str, str]]) -> list[Verdict]:
-        ran.extend(jobs)
-        return [Verdict("right" in job[0], "time out after 1 s" if "slow" in job[0] else "x", 0.0, "") for job in jobs]
-
-    monkeypatch.setattr(code, "run_many", run_many)
-    monkeypatch.setattr(code, "_KNOWN", {})
-    examples, executed = [Example(str(n), "", "", {}) for n in range(4)], code.executed(lambda row, text: (text, "t"))
-    for _ in range(2):
-        made = executed(examples, ["right", "slow", "right", "wrong"])
-        assert [one.correct for one in made] == [True, False, True, False]
-    assert [program for program, _ in ran] == ["right", "slow", "wrong", "slow"]
-    monkeypatch.setattr(code, "MOST_KNOWN", 2)
-    executed(examples[:1], ["new"])
-    assert list(code._KNOWN) == [("new", "t")]

@@ -160,5 +160,8 @@ class PrepareFile:
 
 def load_prepare(path: Path | None, overrides: Iterable[str] = ()) -> PrepareFile:
     """The corpus that a TOML file describes, with `section.key=value` overrides applied in order."""
-    file: PrepareFile = build(PrepareFile, read_tables(path, overrides), "")
+    values = read_tables(path, overrides)
+    other = next((name for name in ("model", "data", "method", "train") if name in values), "")
+    require(not other, f"[{other}] is a section of `freda train`; move it to a file of its own")
+    file: PrepareFile = build(PrepareFile, values, "")
     return file
