@@ -216,7 +216,13 @@ def test_walks_are_followed() -> None:
         generate, training = measure.generate_walk(Path(folder)), measure.training_walk(Path(folder))
     generated, trained = {name_of(path) for path in generate}, {name_of(path) for path in training}
     assert {"cli/decode.py", "decode/engine.py", "model/transformer.py", "methods/self_refine.py"} <= generated
-    assert {"cli/train.py", "train/loop.py", "data/loader.py", "model/transformer.py", "methods/self_refine.py"} <= trained
+    assert {
+        "cli/train.py",
+        "train/loop.py",
+        "data/loader.py",
+        "model/transformer.py",
+        "methods/self_refine.py",
+    } <= trained
     assert not {name for name in generated if name.startswith(("train/loop", "eval", "decode/device"))}
     assert not {name for name in trained if name.startswith(("decode", "eval", "train/checkpoint"))}
 

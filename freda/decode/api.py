@@ -20,8 +20,7 @@ from typing import Any, overload
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.engine import Engine, Handle
 from freda.decode.generate import generate
-from freda.decode.request import Output, Pass, Request, Watch
-from freda.decode.stops import StopMatcher, cut_at_stop
+from freda.decode.request import Output, Pass, Request, StopMatcher, Watch, cut_at_stop
 from freda.errors import FredaError, require
 from freda.folders.model_folder import LoadedModel, load_model
 from freda.model.device import pick_device, pick_dtype
@@ -106,13 +105,8 @@ class Model:
     def reference(self, request: Request, watch: Watch | None = None) -> Completion:
         """Run one request with `generate`, the plain loop that the engine must equal."""
         tokenizer, method = self.loaded.tokenizer, self.engine.check(request)
-
-        def stopped(tokens: Sequence[int]) -> bool:
-            return StopMatcher(tokenizer.decode, request.stop).feed(tokens)
-
-        options: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "stopped": stopped, "watch": watch}
-        output = generate(self.loaded.parts, method, [request], **options)[0]
-        return self._completion(output, request, raises=True)
+        how: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode, "watch": watch}
+        return self._completion(generate(self.loaded.parts, method, [request], **how)[0], request, raises=True)
 
     def request(self, prompt: str, **settings: Any) -> Request:
         """The request for a prompt; `settings` are fields of `Request`."""
