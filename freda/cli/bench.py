@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from freda.cli.app import app
-from freda.cli.options import Device, Dtype, Settings
+from freda.cli.app import Device, Dtype, Settings, app
 from freda.decode.config import EngineConfig
 from freda.errors import note
 from freda.files import write_whole

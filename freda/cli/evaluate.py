@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from freda.cli.app import app
-from freda.cli.options import Device, Dtype, Settings, decode_options
+from freda.cli.app import Device, Dtype, Settings, app, decode_options
 from freda.decode.config import DecodeConfig
 from freda.errors import FredaError, note
 

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from freda.cli.app import app
-from freda.cli.options import Settings
+from freda.cli.app import Settings, app
 from freda.errors import FredaError, note
 
 

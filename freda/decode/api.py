@@ -21,8 +21,9 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.engine import Engine, Handle
 from freda.decode.generate import generate
 from freda.decode.request import Output, Pass, Request, StopMatcher, Watch, cut_at_stop
-from freda.errors import FredaError, require
+from freda.errors import FredaError, note, require
 from freda.folders.model_folder import LoadedModel, load_model
+from freda.methods import method_named
 from freda.model.device import pick_device, pick_dtype
 
 
@@ -40,6 +41,21 @@ def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     require(unknown is None, f"an engine has no {unknown}; it has {', '.join(sorted(known))}")
     place = pick_device(device)
     return Model(load_model(Path(path), place, pick_dtype(dtype, place)), EngineConfig(**engine), name=str(path))
+
+
+def open_model(path: Path, device: str, dtype: str, method: str | None = None) -> LoadedModel:
+    """Load a model; a warning says so if it will be decoded by a method that it was not trained for."""
+    place = pick_device(device)
+    loaded = load_model(path, place, pick_dtype(dtype, place))
+    chosen = method_named(method, loaded.method)
+    if loaded.stage == "base" and chosen.layout.block > 1:
+        note(
+            f"warning: {path} was converted but never trained to fill blocks, so {chosen.name} will write nonsense; "
+            "train it first, or use --method autoregressive"
+        )
+    elif chosen.name != loaded.method.name:
+        note(f"note: {path} was trained as {loaded.method.name}, decoding as {chosen.name}")
+    return loaded
 
 
 class Model:
