@@ -10,7 +10,6 @@ import typer
 
 from freda.cli.app import Device, Dtype, Settings, app
 from freda.decode.config import EngineConfig
-from freda.errors import note
 from freda.files import write_whole
 
 bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
@@ -62,7 +61,7 @@ def bench_train(
 
     load = {"seq_len": seq_len, "rows": rows, "documents": documents, "passes": passes, "method": method}
     more = {"compare": compare, "profile": profile}
-    found = measure(shape, **load, **more, activations=activations, device=device, note=note)  # type: ignore[arg-type]
+    found = measure(shape, **load, **more, activations=activations, device=device)  # type: ignore[arg-type]
     _report(found, table_lines(found), out)
 
 
@@ -96,7 +95,7 @@ def bench_decode(
 
     sizes = [Case(rows, tokens, new_tokens, passes, threshold, method) for rows in batch for tokens in context]
     engine = EngineConfig(on_device=not plain, int8=int8)
-    found = measure(model, sizes, engine, compare=compare, profile=profile, device=device, dtype=dtype, note=note)
+    found = measure(model, sizes, engine, compare=compare, profile=profile, device=device, dtype=dtype)
     _report(found, table_lines(found), out)
 
 
