@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer import Argument, Option
 
 from freda import __version__
 from freda.decode.config import DecodeConfig
@@ -27,16 +28,12 @@ from freda.errors import AgreedError, FredaError
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-ModelPath = Annotated[Path, typer.Argument(help="A model folder, a run folder, or the name of a bundled model.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[
-    str, typer.Option(help="Precision of the weights: float32, bfloat16, float16, or auto: bfloat16 on a GPU.")
-]
-Method = Annotated[
-    str | None, typer.Option(help="Decode with another method than the model's own; a wrong name lists them.")
-]
-Stop = Annotated[list[str], typer.Option(help="A string that ends the answer; may be repeated.")]
-Settings = Annotated[list[str], typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config value.")]
+ModelPath = Annotated[Path, Argument(help="A model folder, a run folder, or the name of a bundled model.")]
+Device = Annotated[str, Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str, Option(help="Precision of the weights: float32, bfloat16, float16, or auto: bfloat16 on a GPU.")]
+Method = Annotated[str | None, Option(help="Decode with another method than the model's own; a wrong name lists them.")]
+Stop = Annotated[list[str], Option(help="A string that ends the answer; may be repeated.")]
+Settings = Annotated[list[str], Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config value.")]
 
 app = typer.Typer(
     name="freda",
@@ -59,10 +56,8 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the whole traceback of an error.")] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -143,6 +138,6 @@ def _options_of(defaults: DecodeConfig) -> Iterator[inspect.Parameter]:
         if typing.get_origin(hint) is Literal:  # the config checks it, and says what is wrong
             hint, metavar = str, "|".join(typing.get_args(hint))
         help = field.metadata["help"]
-        option = typer.Option(help=f"{help[0].upper()}{help[1:]}.", metavar=metavar)
+        option = Option(help=f"{help[0].upper()}{help[1:]}.", metavar=metavar)
         default, kind = getattr(defaults, field.name), inspect.Parameter.POSITIONAL_OR_KEYWORD
         yield inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option])

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from freda.cli.app import Device, Dtype, Method, ModelPath, Stop, app, decode_options
 from freda.decode.config import DecodeConfig, EngineConfig
@@ -23,16 +23,16 @@ from freda.errors import FredaError, note, require
 @decode_options
 def generate(
     model: ModelPath,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    prompt: Annotated[str, Argument(help="The text to continue; - reads it from stdin.")],
     method: Method = None,
     decode: DecodeConfig = DecodeConfig(),
     stop: Stop = [],  # noqa: B006
     reference: Annotated[
-        bool, typer.Option("--reference", help="Decode with the plain loop that the engine must equal.")
+        bool, Option("--reference", help="Decode with the plain loop that the engine must equal.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Show every pass of every block.")] = False,
-    pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.15,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+    show_drafts: Annotated[bool, Option("--show-drafts", help="Show every pass of every block.")] = False,
+    pause: Annotated[float, Option(help="Seconds between passes shown on a terminal.")] = 0.15,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -84,19 +84,17 @@ def chat(
     model: ModelPath,
     method: Method = None,
     decode: DecodeConfig = DecodeConfig(max_new_tokens=256),
-    system: Annotated[str, typer.Option(help="System prompt, for a model that has a chat template.")] = "",
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue what is typed as it is: no template, no Q: and A:.")
-    ] = False,
+    system: Annotated[str, Option(help="System prompt, for a model that has a chat template.")] = "",
+    raw: Annotated[bool, Option("--raw", help="Continue what is typed as it is: no template, no Q: and A:.")] = False,
     drafts: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--show-drafts/--no-drafts",
             "--drafts",
             help="Show every pass of every block; by default if stdout is a terminal.",
         ),
     ] = None,
-    pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.05,
+    pause: Annotated[float, Option(help="Seconds between passes shown on a terminal.")] = 0.05,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
