@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, overload
@@ -36,9 +36,7 @@ class Completion(Output):
 
 def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "auto", **engine: Any) -> Model:
     """A model or run folder, ready to use; `engine` are fields of `EngineConfig`, for instance max_batch=32."""
-    known = {field.name for field in fields(EngineConfig)}
-    unknown = next((name for name in engine if name not in known), None)
-    require(unknown is None, f"an engine has no {unknown}; it has {', '.join(sorted(known))}")
+    _known(engine, [field.name for field in fields(EngineConfig)], "an engine has no setting")
     place = pick_device(device)
     return Model(load_model(Path(path), place, pick_dtype(dtype, place)), EngineConfig(**engine), name=str(path))
 
@@ -154,22 +152,22 @@ class Stream(Iterator[str | Pass]):
 
     @staticmethod
     def _read(handle: Handle, matcher: StopMatcher) -> Generator[str | Pass, None, None]:
-        try:
-            for event in handle:
-                if isinstance(event, Pass):
-                    yield event
-                    continue
-                matcher.feed(event.tokens)
-                if piece := matcher.take(final=bool(event.finish)):
-                    yield piece
-                require(event.finish != "error", event.error)
-        finally:
-            handle.cancel()
+        for event in handle:
+            if isinstance(event, Pass):
+                yield event
+                continue
+            matcher.feed(event.tokens)
+            if piece := matcher.take(final=bool(event.finish)):
+                yield piece
+            require(event.finish != "error", event.error)
 
 
 def checked(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings of a call; one that does not exist is an error."""
-    known = sorted([*(field.name for field in fields(DecodeConfig)), "method", "stop"])
-    unknown = next((name for name in settings if name not in known), None)
-    require(unknown is None, f"there is no setting {unknown!r}; use {', '.join(known)}")
+    _known(settings, [*(field.name for field in fields(DecodeConfig)), "method", "stop"], "there is no setting")
     return settings
+
+
+def _known(names: Iterable[str], known: Sequence[str], complaint: str) -> None:
+    for name in names:
+        require(name in known, f"{complaint} {name!r}; use {', '.join(sorted(known))}")
