@@ -27,9 +27,8 @@ from freda.data.prepare import prepare_corpus
 from freda.data.shards import Documents, Manifest
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
 from freda.decode.generate import generate
-from freda.decode.pages import PagedCache, Pages
+from freda.decode.pages import BlockTable, ForwardShape, PagedCache, Pages
 from freda.decode.request import Request
-from freda.decode.shapes import BlockTable, ForwardShape
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.methods import METHODS, method_named
 from freda.methods.draft import Prediction, predict, soft_embedding

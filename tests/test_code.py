@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from freda.decode.stops import cut_at_stop
+from freda.decode.request import cut_at_stop
 from freda.eval.tasks import code
 from freda.eval.tasks.code import FUNCTION_STOPS, humaneval_program, humanevalplus_program, mbpp_program
 from freda.eval.tasks.sandbox import Limits, Verdict, run_many, run_program

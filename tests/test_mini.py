@@ -26,7 +26,7 @@ from freda.data.prepare import prepare
 from freda.data.shards import Manifest
 from freda.data.synthetic import Split, split_of
 from freda.data.tokenizer import Tokenizer
-from freda.decode.stops import cut_at_stop
+from freda.decode.request import cut_at_stop
 from freda.errors import FredaError
 from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS

@@ -12,8 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from freda.decode.pages import Pages
-from freda.decode.shapes import BlockTable, ForwardShape
+from freda.decode.pages import BlockTable, ForwardShape, Pages
 from freda.folders import quantize
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer

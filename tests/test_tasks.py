@@ -18,7 +18,7 @@ from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
-from freda.decode.stops import cut_at_stop
+from freda.decode.request import cut_at_stop
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
 from freda.eval.selfcheck import self_check

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
-from freda.decode.api import Model
-from freda.decode.command import open_model
+from freda.decode.api import Model, open_model
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError, note, require
 from freda.eval.download import FETCH, download

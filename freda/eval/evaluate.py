@@ -25,8 +25,7 @@ from torch import Tensor
 from freda import __version__
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig
-from freda.decode.request import Request
-from freda.decode.stops import cut_at_stop
+from freda.decode.request import Request, cut_at_stop
 from freda.errors import FredaError, require
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.report.results import RESULTS, SAMPLES, read_samples, wilson
