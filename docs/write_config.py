@@ -9,6 +9,8 @@ from pathlib import Path
 from freda.data.config import PrepareFile
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.eval.config import SweepFile
+from freda.methods import METHODS
+from freda.methods.method import Method
 from freda.sections import NAMED, toml_value
 from freda.train.config import RunConfig
 
@@ -35,14 +37,16 @@ def reference_lines(kind: type) -> list[str]:
     lines = []
     for name, hint in typing.get_type_hints(kind).items():
         section = typing.get_args(hint)[1] if name in NAMED else hint
-        lines += ["", f"## {(section.__doc__ or '').strip()}", *key_lines(section)]
+        for title, one in METHODS.items() if section is Method else [("", section)]:
+            named = f'`[method]` with `name = "{title}"`: ' if title else ""
+            lines += ["", f"## {named}{(one.__doc__ or '').strip()}", *key_lines(one)]
     return lines
 
 
 def key_lines(section: type) -> list[str]:
     """A table in Markdown of the keys of one section."""
     lines = ["", "| key | default | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(section):
+    for field in (field for field in dataclasses.fields(section) if field.init):
         default = "none" if field.default is None else toml_value(field.default)
         lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
     return lines

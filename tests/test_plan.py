@@ -95,7 +95,8 @@ def test_the_recipes_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plans(tmp_path: Path) -> None:
-    config = RunConfig(train=TrainConfig(batch_rows=8, group_rows=8, steps=10), model=SHAPES["tiny"])
+    train = TrainConfig(batch_rows=8, group_rows=8, steps=10, dtype="float32")
+    config = RunConfig(train=train, model=SHAPES["tiny"])
     one, two = (memory(config, SHAPES["tiny"], gpus) for gpus in (1, 2))
     assert two["states"] * 2 == one["states"] == 16 * all_parameters(SHAPES["tiny"])
     assert two["activations"] * 2 == one["activations"] and one["in all"] == one["states"] + one["activations"]

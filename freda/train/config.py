@@ -59,7 +59,9 @@ class TrainConfig:
     tensorboard: bool = knob(False, "write the metrics for TensorBoard too, into the run folder")
     wandb: str = knob("", "project of Weights & Biases to send the metrics to; empty sends nothing")
     device: str = knob("auto", "auto, cpu or cuda")
-    dtype: Literal["float32", "bfloat16"] = knob("float32", "compute precision; master weights are always float32")
+    dtype: Literal["auto", "float32", "bfloat16"] = knob(
+        "auto", "compute precision: auto is bfloat16 on CUDA, float32 elsewhere; master weights are always float32"
+    )
     attention: Literal["auto", "sdpa", "flex", "staircase"] = knob("auto", "auto is staircase on CUDA, sdpa elsewhere")
     compile: Literal["auto", "on", "off"] = knob("auto", "compile the layers; auto does on CUDA")
     activations: float = knob(1.0, "compiled layers: share of activations kept for backward; the rest is recomputed")

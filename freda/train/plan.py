@@ -84,12 +84,13 @@ def memory(config: RunConfig, shape: ModelConfig, gpus: int) -> dict[str, float]
     train, weights = config.train, all_parameters(shape)
     streams = config.method.streams
     rows = train.group_rows // gpus
-    short = train.dtype == "bfloat16" and gpus == 1 and train.batch_rows == train.group_rows  # as Run.updates_copies
+    half = train.dtype != "float32"  # auto: on a GPU
+    short = half and gpus == 1 and train.batch_rows == train.group_rows  # as Run.updates_copies
     learnt = 14 if short else 16  # fp32: weight, two moments and gradient, which may be bf16
     states = weights * (learnt if streams else 4) / gpus
-    gathered = 2.0 * weights if train.dtype == "bfloat16" and (gpus == 1 or not train.reshard) else 0.0
+    gathered = 2.0 * weights if half and (gpus == 1 or not train.reshard) else 0.0
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    width = 2 if train.dtype == "bfloat16" else 4
+    width = 2 if half else 4
     kept = width * (2 * shape.dim + 3 * query + 4 * key + 3 * shape.ffn_dim) * shape.layers
     activations = float(kept) * rows * config.data.seq_len * streams * train.activations
     parts = {"states": states, "bf16 copies": gathered, "activations": activations}

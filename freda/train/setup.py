@@ -78,6 +78,8 @@ class Run:
 def setup(config: RunConfig, resume_from: Path | None = None, ranks: Ranks = Ranks()) -> Run:
     """Model, data and optimizer of a run, checked against each other; the weights of a checkpoint to resume from."""
     device = pick_device(config.train.device)
+    if config.train.dtype == "auto":
+        config = replace(config, train=replace(config.train, dtype="bfloat16" if device.type == "cuda" else "float32"))
     run, folder, new = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
     if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
         compile_layers(run.parts.backbone, config.train.activations)
