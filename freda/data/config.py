@@ -119,9 +119,7 @@ class PrepareConfig:
     tokens: int = knob(0, "training tokens in all; 0 takes every document once, whatever the shares")
     parts: int = knob(8, "shard tasks per source: so many processes or machines can share the work")
     align: int = knob(8, "documents are filled with EOS to a multiple of this (a multiple of the block size)")
-    validation_share: float = knob(
-        0.005, "share of documents held out for validation; above 0, at least one of two or more"
-    )
+    validation_share: float = knob(0.005, "share of documents held out; above 0, at least one of two or more")
     longest: int = knob(10_000_000, "longest document in characters; longer ones are dropped and counted")
     broken_share: float = knob(0.05, "stop when more than this share of a part cannot be read")
     seed: int = knob(42, "seed of the order of files and of what is held out")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -184,16 +183,13 @@ class Index:
         texts: dict[str, list[list[bytes]]] = {}
         for benchmark, text in items:
             texts.setdefault(benchmark, []).append(split_words(text))
-        self._items = [
-            _Item(benchmark, number, b" ".join(words), len(words))
-            for benchmark, own in texts.items()
-            for number, words in enumerate(own)
-            if len(words) >= limits.shortest
-        ]
-        indexed = Counter(item.benchmark for item in self._items)
-        self.benchmarks = {
-            name: BenchmarkInfo(len(own), indexed[name], len(own) - indexed[name]) for name, own in texts.items()
-        }
+        self._items, self.benchmarks = list[_Item](), dict[str, BenchmarkInfo]()
+        for name, own in texts.items():
+            long = [
+                _Item(name, number, b" ".join(w), len(w)) for number, w in enumerate(own) if len(w) >= limits.shortest
+            ]
+            self._items += long
+            self.benchmarks[name] = BenchmarkInfo(len(own), len(long), len(own) - len(long))
         self._distinct: dict[int, int] = {}  # n-grams of an item, counted when it is first found
         if self._items:
             self._build()

@@ -161,9 +161,8 @@ def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
             for row in filter(None, rows):
                 yield functools.partial(parse, rows.line_num, header, row)
         except csv.Error as error:
-            raise FredaError(
-                f"{file}:{rows.line_num} is not a line of a table ({error}); fix it or exclude the file"
-            ) from None
+            seen = f"{file}:{rows.line_num} is not a line of a table ({error})"
+            raise FredaError(f"{seen}; fix it or exclude the file") from None
 
 
 def _parquet(file: File, config: DocumentsConfig) -> Iterator[Pending]:

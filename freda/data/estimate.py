@@ -48,10 +48,9 @@ def estimate(file: PrepareFile, root: Path) -> tuple[list[Estimate], Tools]:
 def _estimate(name: str, source: Source, settings: PrepareConfig, wanted: int, tools: Tools) -> Estimate:
     """Probe one source: do with its first records what a task would do, and write nothing."""
     tally, align = Tally(tools, settings, name, part=0), settings.align
-    begun, size, stored, tokens, records, whole = time.perf_counter(), 0, 0, 0, 0, True
-    for record in read(source, seed=settings.seed):
-        _, ids = tally.judge(records + 1, record)
-        records += 1
+    begun, size, stored, tokens, number, whole = time.perf_counter(), 0, 0, 0, 0, True
+    for number, record in enumerate(read(source, seed=settings.seed), start=1):
+        _, ids = tally.judge(number, record)
         tokens += 0 if ids is None else (len(ids) // align + 1) * align
         if isinstance(record, Document):
             size += len(record.text) if record.ids is None else record.ids.nbytes
@@ -62,7 +61,7 @@ def _estimate(name: str, source: Source, settings: PrepareConfig, wanted: int, t
     rate = tokens / max(time.perf_counter() - begun, 1e-9)
     files = source.files()
     on_disk = {file.path: file.path.stat().st_size for file in files}
-    there = tokens if whole else _scaled(tokens, stored, records, source, files)
+    there = tokens if whole else _scaled(tokens, stored, number, source, files)
     return Estimate(name, len(files) or -1, sum(on_disk.values()), there, wanted or there, rate)
 
 
@@ -73,23 +72,15 @@ def _scaled(tokens: int, stored: int, records: int, source: Source, files: Seque
         return round(tokens * documents / records)
     if source.config.kind == "parquet":
         return round(tokens * sum(rows_of(file) for file in files) / records)
-    whole = sum(_unpacked_size(file) for file in files)
+    unpacked = {file: UNPACKED if file.path.name.endswith(COMPRESSED) else 1 for file in files}
+    whole = sum(file.size if file.member else file.path.stat().st_size * times for file, times in unpacked.items())
     return round(tokens * whole / stored) if stored else -1
-
-
-def _unpacked_size(file: File) -> int:
-    if file.member:
-        return file.size
-    return file.path.stat().st_size * (UNPACKED if file.path.name.endswith(COMPRESSED) else 1)
 
 
 def plan_lines(file: PrepareFile, root: Path, workers: int) -> list[str]:
     """The lines that `freda prepare --plan` prints."""
     found, tools = estimate(file, root)
-    lines = [
-        f"{'source':<14} {'files':>6} {'on disk':>10} {'tokens there':>14} {'wanted':>14} {'epochs':>7} {'time':>9}"
-    ]
-    seconds = 0.0
+    rows, seconds = [("source", "files", "on disk", "tokens there", "wanted", "epochs", "time")], 0.0
     for one in found:
         there = f"{one.tokens:,}" if one.tokens >= 0 else "unknown"
         epochs = f"{one.wanted / one.tokens:.2f}" if one.tokens > 0 else "?"
@@ -97,14 +88,14 @@ def plan_lines(file: PrepareFile, root: Path, workers: int) -> list[str]:
         seconds += took
         files, size = (f"{one.files:,}", f"{one.size / 1e6:,.1f} MB") if one.files >= 0 else ("-", "-")
         wanted = f"{one.wanted:,}" if one.wanted >= 0 else "all"
-        lines.append(f"{one.name:<14} {files:>6} {size:>10} {there:>14} {wanted:>14} {epochs:>7} {duration(took):>9}")
+        rows.append((one.name, files, size, there, wanted, epochs, duration(took)))
+    lines = ["{:<14} {:>6} {:>10} {:>14} {:>14} {:>7} {:>9}".format(*row) for row in rows]
     total = sum(max(one.wanted, 0) for one in found)
     lines.append(f"{total:,} tokens, {4 * total / 1e9:.2f} GB, about {duration(seconds)} with {workers} processes")
     lines.append(f"tokenizer of {tools.tokenizer.size:,} ids, encoding with {tools.encoder}")
     for name, info in tools.index.benchmarks.items() if tools.index is not None else ():
-        lines.append(
-            f"keeps out {name}: {info.indexed:,} of {info.items:,} texts, {info.too_short:,} too short to tell"
-        )
+        too_short = f"{info.too_short:,} too short to tell"
+        lines.append(f"keeps out {name}: {info.indexed:,} of {info.items:,} texts, {too_short}")
     limits = {name: source.epochs for name, source in with_sources(file).source.items()}
     for one in found:
         if 0 < one.tokens * limits[one.name] < one.wanted:

@@ -86,16 +86,12 @@ class Loader:
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse a model whose tokenizer is not the one that the shards were written with."""
         ours, theirs = self.manifest, tokenizer
-        require(
-            ours.tokenizer == theirs.fingerprint,
-            f"{self._folder} was written with tokenizer {ours.tokenizer[:8]}, the model has {theirs.fingerprint[:8]}; "
-            "prepare the data with the model's tokenizer",
-        )
-        require(
-            ours.eos_id == theirs.eos_id,
-            f"{self._folder} ends documents with id {ours.eos_id}, the model with {theirs.eos_id}; "
-            "prepare the data with prepare.eos set to the model's token",
-        )
+        seen = f"was written with tokenizer {ours.tokenizer[:8]}, the model has {theirs.fingerprint[:8]}"
+        advice = "prepare the data with the model's tokenizer"
+        require(ours.tokenizer == theirs.fingerprint, f"{self._folder} {seen}; {advice}")
+        seen = f"ends documents with id {ours.eos_id}, the model with {theirs.eos_id}"
+        advice = "prepare the data with prepare.eos set to the model's token"
+        require(ours.eos_id == theirs.eos_id, f"{self._folder} {seen}; {advice}")
 
     def _order(self, epoch: int) -> Ints:
         """The permutation of an epoch. The last one is kept: batches ask for neighbouring rows."""

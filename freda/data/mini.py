@@ -18,7 +18,7 @@ from freda.data.config import MiniConfig
 from freda.data.mini_item import Item
 from freda.data.shards import generator_settings
 from freda.data.synthetic import PATIENCE, Split, split_of
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 
 SECTION = "mini"  # of the prepare file, and of the manifest of shards made from it
 VERSION = 10  # of the texts: the same seed gives the same texts as long as this stays
@@ -70,11 +70,9 @@ def questions(kind: MiniKind, config: MiniConfig, split: Split, count: int) -> l
         repeats = repeats + 1 if new.key in found else 0
         found.setdefault(new.key, new)
         number += 1
-        if repeats >= PATIENCE:
-            raise FredaError(
-                f"{kind} has about {len(found)} contents in the {split} split, not {count}; "
-                "raise the difficulty in [mini] before you prepare the documents"
-            )
+        seen = f"{kind} has about {len(found)} contents in the {split} split, not {count}"
+        advice = "raise the difficulty in [mini] before you prepare the documents"
+        require(repeats < PATIENCE, f"{seen}; {advice}")
     return list(found.values())
 
 

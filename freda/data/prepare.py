@@ -29,7 +29,7 @@ from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo
 from freda.data.tasks import EXAMPLES, WORK, Outcome, Task, Worker, description, fingerprint, stamps
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.data.workers import Runner, progress, runner, torchrun
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 from freda.files import beside, locked, write_whole
 
 TOKENIZER_TEXT = (10_000, 30_000_000)  # documents and characters to train a tokenizer on; more would only take longer
@@ -59,8 +59,8 @@ def prepare(
     file = with_sources(file)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if (out / MANIFEST).exists():
-        if replace_other and world > 1:
-            raise FredaError(f"--replace and torchrun cannot be combined; delete {out} first")
+        both = replace_other and world > 1
+        require(not both, f"--replace and torchrun cannot be combined; delete {out} first")
         found = _finished(file, root, out, replace_other=replace_other)
         if found is not None:
             return found
@@ -173,10 +173,8 @@ def _waves(sources: Mapping[str, SourceConfig], settings: PrepareConfig, run: Ru
         for name, found in done.items():
             _check_useful(name, [outcome for _, outcome in found])
     if dry := [message for _, message in plans if message]:
-        raise FredaError(
-            f"{'; '.join(dry)}. Raise epochs, lower the share or prepare.tokens, or add documents; what is written is "
-            "kept for the next run"
-        )
+        advice = "Raise epochs, lower the share or prepare.tokens, or add documents"
+        raise FredaError(f"{'; '.join(dry)}. {advice}; what is written is kept for the next run")
     return list(itertools.chain.from_iterable(done.values()))
 
 
@@ -184,11 +182,9 @@ def _check_useful(source: str, outcomes: Collection[Outcome]) -> None:
     """Stop if nothing of a source can be used, which means that its settings are wrong."""
     examples = [example for outcome in outcomes for example in outcome.examples]
     if examples and not any(outcome.shards for outcome in outcomes):
-        first, count = examples[0], sum(sum(outcome.dropped.values()) for outcome in outcomes)
-        raise FredaError(
-            f"source.{source}: none of its {count} records can be used, first {first['where']}: {first['reason']} "
-            f"({first['detail']}); check path, kind and field"
-        )
+        count, first = sum(sum(outcome.dropped.values()) for outcome in outcomes), examples[0]
+        why = "{where}: {reason} ({detail}); check path, kind and field".format(**first)
+        raise FredaError(f"source.{source}: none of its {count} records can be used, first {why}")
 
 
 def _splits(outcomes: Outcomes) -> dict[str, SplitInfo]:
@@ -210,10 +206,8 @@ def _finished(file: PrepareFile, root: Path, out: Path, *, replace_other: bool) 
                 (out / WORK / f"{task}.begun").touch()  # removed in the end, unless the new corpus has it too
             (out / MANIFEST).unlink()
         return None
-    if changes:
-        raise FredaError(
-            f"{out} holds another corpus: {', '.join(changes)}; choose another folder, or replace it with --replace"
-        )
+    advice = "choose another folder, or replace it with --replace"
+    require(not changes, f"{out} holds another corpus: {', '.join(changes)}; {advice}")
     for split in manifest.splits:
         Documents(out, split, manifest)
     if (out / WORK).is_dir() and int(os.environ.get("RANK", "0")) == 0:  # killed while it cleaned up
@@ -238,8 +232,7 @@ def _changes(manifest: Manifest, file: PrepareFile, root: Path) -> list[str]:
 def _check_leftovers(out: Path) -> None:
     """Refuse a folder with files in it, unless an interrupted run has left its records there."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise FredaError(f"{existing} is a file; name a folder")
+    require(existing.is_dir(), f"{existing} is a file; name a folder")
     names = {path.name for path in out.iterdir()} if existing == out else set()
     if names and not (out / WORK).is_dir():
         raise FredaError(f"{out} is in use ({min(names)} is there); choose another folder")
@@ -264,10 +257,8 @@ def _provide_tokenizer(file: PrepareFile, root: Path, out: Path) -> None:
 def named_tokenizer(settings: PrepareConfig, root: Path) -> Tokenizer:
     """The tokenizer that `[prepare]` names."""
     folder = root / Path(settings.tokenizer).expanduser()
-    if not folder.is_dir():
-        raise FredaError(
-            f"prepare.tokenizer: there is no folder {folder}; relative paths start from the folder given with --data"
-        )
+    advice = "relative paths start from the folder given with --data"
+    require(folder.is_dir(), f"prepare.tokenizer: there is no folder {folder}; {advice}")
     return open_tokenizer(folder, settings.eos)
 
 
@@ -275,8 +266,8 @@ def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
     """Write the tokenizer and then the manifest, which declares the shards complete; remove the records."""
     out, tokenizer = worker.out, worker.tools.tokenizer
     splits = _splits(outcomes)
-    if not splits["train"].documents:
-        raise FredaError("no document is left to train on; check the sources with freda prepare --plan")
+    advice = "check the sources with freda prepare --plan"
+    require(splits["train"].documents > 0, f"no document is left to train on; {advice}")
     first = [item for item in outcomes if item[0].epoch == 0]  # later epochs drop the same
     manifest = Manifest(
         source=description(worker.file, root),

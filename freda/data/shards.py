@@ -146,7 +146,7 @@ def shard_lines(manifest: Manifest) -> list[str]:
 class ShardWriter:
     """Writes one shard, document by document. Use it as a context manager; the files appear when it closes well."""
 
-    def __init__(self, folder: Path, name: str, *, eos_id: int, align: int) -> None:
+    def __init__(self, folder: Path, name: str, eos_id: int, align: int) -> None:
         self._name, self._eos_id, self._align = name, eos_id, align
         self._paths = (folder / f"{name}.bin", folder / f"{name}.idx")
         self._hashes = (hashlib.sha256(), hashlib.sha256())

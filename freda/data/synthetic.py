@@ -148,10 +148,8 @@ def _draw_sum(rng: random.Random, config: CorpusConfig, split: Split) -> Sum:
         drawn = Sum(start, tuple(changes))
         if split_of(drawn.key) == split and (config.carry or not drawn.carries):
             return drawn
-    raise FredaError(
-        f"no sum of {config.steps} steps with numbers up to {config.max_number} is in the {split} split; "
-        "use a larger max_number"
-    )
+    seen = f"no sum of {config.steps} steps with numbers up to {config.max_number} is in the {split} split"
+    raise FredaError(f"{seen}; use a larger max_number")
 
 
 def _draw_change(rng: random.Random, total: int, max_number: int, max_change: int) -> int:

@@ -174,10 +174,9 @@ class Worker:
             outcome = self._write(task)
             write_whole(record, json.dumps(dataclasses.asdict(outcome)))  # which declares the task done
         except OSError as error:
-            raise FredaError(
-                f"{task.name}: {error.strerror or error}: {error.filename or self.out}; what is finished is kept: "
-                "fix this and run freda prepare again"
-            ) from error
+            seen = f"{task.name}: {error.strerror or error}: {error.filename or self.out}"
+            advice = "what is finished is kept: fix this and run freda prepare again"
+            raise FredaError(f"{seen}; {advice}") from error
         return outcome
 
     def _key(self, task: Task) -> str:
@@ -189,10 +188,8 @@ class Worker:
         settings, tools = self.settings, self.tools
         tally = Tally(tools, settings, task.source, task.part, task.held)
         records = read(tools.sources[task.source], part=task.part, parts=settings.parts, seed=settings.seed)
-        layout = {"eos_id": tools.tokenizer.eos_id, "align": settings.align}
-        writers: dict[str, ShardWriter] = {
-            split: ShardWriter(self.out, f"{split}-{task.name}", **layout) for split in SPLITS
-        }
+        layout = (tools.tokenizer.eos_id, settings.align)
+        writers = {str(split): ShardWriter(self.out, f"{split}-{task.name}", *layout) for split in SPLITS}
         number, exhausted = 0, True
         with writers["train"], writers["validation"]:
             for number, record in enumerate(records, start=1):
@@ -290,10 +287,9 @@ class Tally:
         """Stop if too many records cannot be read, which means that settings are wrong."""
         first = self._first_broken
         if first and self._seen >= JUDGED_FROM and self._broken > self._settings.broken_share * self._seen:
-            raise FredaError(
-                f"source.{self._source}: {self._broken} of {self._seen} records cannot be read, first {first.where}: "
-                f"{first.reason} ({first.detail[:200]}); fix them, or raise prepare.broken_share"
-            )
+            seen = f"source.{self._source}: {self._broken} of {self._seen} records cannot be read"
+            why = f"{first.where}: {first.reason} ({first.detail[:200]})"
+            raise FredaError(f"{seen}, first {why}; fix them, or raise prepare.broken_share")
 
     def results(self) -> dict[str, Any]:
         """The fields of `Outcome` that are counted here."""

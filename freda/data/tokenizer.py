@@ -80,10 +80,8 @@ class Tokenizer:
         """The ids of `text`, with nothing added in front or behind. Text that spells BLANK is an error."""
         offset = text.find(BLANK_TEXT)
         if offset >= 0:
-            raise FredaError(
-                f"the text contains {BLANK_TEXT} at character {offset}, which is reserved for empty slots of a draft; "
-                "remove it from the text"
-            )
+            seen = f"the text contains {BLANK_TEXT} at character {offset}"
+            raise FredaError(f"{seen}, which is reserved for empty slots of a draft; remove it from the text")
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:  # lone surrogates: what Python makes of broken bytes when it reads a command line
@@ -160,17 +158,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     The last two ids are EOS and BLANK. A corpus with too few distinct words gives a smaller table.
     """
-    least = BYTES + 2
-    if vocab_size < least:
-        raise FredaError(f"a vocabulary of {vocab_size} is too small; use {least} or more (all bytes, EOS, BLANK)")
+    least = f"{BYTES + 2} or more (all bytes, EOS, BLANK)"
+    require(vocab_size >= BYTES + 2, f"a vocabulary of {vocab_size} is too small; use {least}")
     splits = tokenizers.pre_tokenizers
     byte_level = splits.ByteLevel(add_prefix_space=False)
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     trained.pre_tokenizer = splits.Sequence([splits.Digits(individual_digits=True), byte_level])
     trained.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size - 2, initial_alphabet=splits.ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = splits.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - 2, initial_alphabet=alphabet, show_progress=False)
     trained.train_from_iterator(texts, trainer)
     eos_id = first_free_id(trained)
     trained.add_special_tokens([EOS_TEXT])

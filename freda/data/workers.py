@@ -82,10 +82,8 @@ def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
             process.terminate()  # its unfinished shards keep their .part name
             process.join()
         if isinstance(error, BrokenProcessPool):
-            raise FredaError(
-                "a worker process was killed, perhaps for lack of memory; what is finished is kept: run freda prepare "
-                "again with fewer --workers"
-            ) from None
+            advice = "what is finished is kept: run freda prepare again with fewer --workers"
+            raise FredaError(f"a worker process was killed, perhaps for lack of memory; {advice}") from None
         raise
 
 
