@@ -283,8 +283,9 @@ def test_stability_counts_what_passes_change(folder: Path, monkeypatch: pytest.M
     examples = TASKS["sums"].load(folder, 5)
     texts = [(example.prompt, example.prompt + TASKS["sums"].reference(example)) for example in examples]
     rows = stability(loaded, texts, 3)
-    batch, given = solution_batch(loaded, texts)
+    batch, given, solution = solution_batch(loaded, texts)
     counted = ~given & (batch.document >= 0) & ~batch.fill
+    assert torch.equal(solution, counted)
     drafts = list(loaded.method.teacher_forced(loaded.parts, batch, given, 3))
     for number, row in enumerate(rows):
         now, before = drafts[number], drafts[number - 1] if number else None

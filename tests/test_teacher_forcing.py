@@ -52,7 +52,7 @@ def test_token_accuracy_equals_generation_after_the_true_prefix(loaded: LoadedMo
 
 
 def test_solution_batch_gives_the_prompt_and_fills_the_last_block(loaded: LoadedModel) -> None:
-    batch, given = solution_batch(loaded, [(problem.prompt, problem.document) for problem in TEST])
+    batch, given, _ = solution_batch(loaded, [(problem.prompt, problem.document) for problem in TEST])
     for row, problem in enumerate(TEST):
         real = batch.document[row] >= 0
         assert int(real.sum()) % 4 == 0

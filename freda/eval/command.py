@@ -112,8 +112,8 @@ def progress(name: str) -> Callable[..., None]:
         last, now = done == total, time.monotonic()
         if last or terminal or now - shown >= EVERY:
             right = "" if accuracy is None else f", {100 * accuracy:.1f}% right so far"
-            print(f"{name}: {done:,} of {total:,}{right}", end="\r" if terminal and not last else "\n", file=stream)
-            stream.flush()
+            end = "\r" if terminal and not last else "\n"
+            print(f"{name}: {done:,} of {total:,}{right}", end=end, file=stream, flush=True)
             shown = now
 
     return show

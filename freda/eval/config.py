@@ -60,14 +60,13 @@ class SweepConfig:
         require(not unknown, f"sweep.parts has {', '.join(unknown)}; use {', '.join(SWEEP_PARTS)}")
         for name in ("parts", "tasks", "passes", "thresholds", "taus", "widths", "width_passes"):
             require(bool(getattr(self, name)), f"sweep.{name} is empty; name one or more")
-        for name in ("stability_examples", "batch_size", "max_new_tokens"):
-            require(getattr(self, name) >= 1, f"sweep.{name} is {getattr(self, name)}; use 1 or more")
-        tried: list[dict[str, Any]] = [{"passes": count} for count in (*self.passes, *self.width_passes)]
-        tried += [{"threshold": value} for value in self.thresholds] + [{"tau": value} for value in self.taus]
-        for values in (*tried, *({"width": width} for width in self.widths)):
-            DecodeConfig(**values)  # an impossible value is reported now, not after hours of work
-        for name in ("limit", "early_stop_passes"):
-            require(getattr(self, name) >= 0, f"sweep.{name} is {getattr(self, name)}; use 0 or more")
+        least = {"stability_examples": 1, "batch_size": 1, "max_new_tokens": 1, "limit": 0, "early_stop_passes": 0}
+        for name, lowest in least.items():
+            require(getattr(self, name) >= lowest, f"sweep.{name} is {getattr(self, name)}; use {lowest} or more")
+        tried: dict[str, tuple[Any, ...]] = {"passes": (*self.passes, *self.width_passes), "threshold": self.thresholds}
+        for name, values in (tried | {"tau": self.taus, "width": self.widths}).items():
+            for value in values:
+                DecodeConfig(**{name: value})  # an impossible value is reported now, not after hours of work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from freda import __version__
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig
 from freda.decode.request import Request, cut_at_stop
-from freda.errors import FredaError, require
+from freda.errors import require
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.report.results import RESULTS, SAMPLES, read_samples, wilson
 from freda.eval.tasks.task import Example, Graded, Task, checksum
@@ -71,19 +71,16 @@ def evaluate(
 
         report()
         left = [example for example in examples if example.id not in found]
-        with open(out / SAMPLES, "a", encoding="utf-8") as file:
-            for graded in _answers(model, task, left, settings, report) if left else ():
-                found |= {sample["id"]: sample for sample in graded}
+        for graded in _answers(model, task, left, settings, report) if left else ():
+            found |= {sample["id"]: sample for sample in graded}
+            with open(out / SAMPLES, "a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(sample) + "\n" for sample in graded))
-                file.flush()
-                report()
+            report()
         samples = {example.id: found[example.id] for example in examples}
         _write_samples(out, head, samples)  # in the order of the questions
         device = model.loaded.parts.device
-        made_by = {  # may change between two parts of a run
-            "commit": _commit(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        }
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        made_by = {"commit": _commit(), "device": name}  # may change between two parts of a run
         shown = {"prompts": [example.prompt for example in examples[:SHOWN_PROMPTS]]}
         results = {**head, **made_by, **_summary(list(samples.values())), **shown}
         write_whole(out / RESULTS, json.dumps(results, indent=2) + "\n")
@@ -123,7 +120,8 @@ def _answers(
         if len(pending) < model.engine.config.max_batch and number < len(examples):
             report(len(pending))
             continue
-        yield _graded(task, pending, time.perf_counter() - begun)
+        seconds = round((time.perf_counter() - begun) / len(pending), 4)
+        yield [{**sample, "seconds": seconds} for sample in _graded(task, pending)]
         pending, begun = [], time.perf_counter()
 
 
@@ -156,16 +154,13 @@ def _choose(model: Model, task: Task, examples: Sequence[Example], settings: Dec
             yield index, {"output": best, "tokens": 1, "nfe": 1, "finish": "choice", "error": "", "log_probs": row}
 
 
-def _graded(task: Task, answers: Sequence[tuple[Example, Sample]], seconds: float) -> list[Sample]:
-    """Grade answers that took `seconds` together; what could not be asked is wrong, with the error as the reason."""
+def _graded(task: Task, answers: Sequence[tuple[Example, Sample]]) -> Iterator[Sample]:
+    """Grade answers; what could not be asked is wrong, with the error as the reason."""
     verdicts = task.grade_all([example for example, _ in answers], [line["output"] for _, line in answers])
-    samples = []
     for (example, line), graded in zip(answers, verdicts, strict=True):
         verdict = Graded(False, line["error"], "", graded.also) if line["finish"] == "error" else graded
-        about = {"id": example.id, "group": example.group, "prompt": example.prompt, **line, "gold": example.gold}
-        judged = {**verdict._asdict(), "also": dict(verdict.also)}
-        samples.append({**about, **judged, "seconds": round(seconds / len(answers), 4)})
-    return samples
+        about = {"id": example.id, "group": example.group, "prompt": example.prompt}
+        yield {**about, **line, "gold": example.gold, **verdict._asdict(), "also": dict(verdict.also)}
 
 
 # -- what is stored --------------------------------------------------------------------------------------------------
@@ -181,8 +176,8 @@ def _resume(out: Path, head: dict[str, Any]) -> dict[str, Sample]:
     changed = {key: f"{key} {before.get(key)} (now {now[key]})" for key in now if before.get(key) != now[key]}
     if "n" in changed:
         changed.pop("checksum", None)  # other questions, which is nothing new
-    if changed:
-        raise FredaError(f"{out} holds another evaluation: {', '.join(changed.values())}; choose another folder: --out")
+    what = ", ".join(changed.values())
+    require(not changed, f"{out} holds another evaluation: {what}; choose another folder: --out")
     _write_samples(out, head, samples)  # without damaged lines
     return samples
 

@@ -42,8 +42,7 @@ class Answerer:
 
     def __init__(self, model: Model, settings: DecodeConfig, progress: Progress = lambda done, total: None) -> None:
         super().__init__()
-        self.model, self.settings, self.outputs = model, settings, list[Output]()
-        self._progress = progress
+        self.model, self.settings, self.outputs, self._progress = model, settings, list[Output](), progress
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """log p of every continuation after its context, and whether each of its tokens is the most probable one."""
@@ -57,10 +56,10 @@ class Answerer:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         loaded = self.model.loaded
-        longest, pairs, owners = loaded.backbone.config.max_positions - 1, list[Pair](), list[int]()
+        eos, longest = loaded.tokenizer.eos_id, loaded.backbone.config.max_positions - 1
+        owners, pairs = list[int](), list[Pair]()
         for number, request in enumerate(requests):
-            tokens = loaded.tokenizer.encode(request.args[0])
-            windows = get_rolling_token_windows(tokens, loaded.tokenizer.eos_id, longest, context_len=1)
+            windows = get_rolling_token_windows(loaded.tokenizer.encode(request.args[0]), eos, longest, context_len=1)
             for first, window in enumerate(map(make_disjoint_window, windows)):
                 pairs.append(window if first else (self._before(), window[1]))
                 owners.append(number)
@@ -72,13 +71,13 @@ class Answerer:
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Texts up to the first of each request's stop strings; an empty one where a request cannot be answered."""
         asked = [self._request(number, *request.args) for number, request in enumerate(requests)]
-        outputs: dict[int, Output] = {}
+        found: dict[int, Output] = {}
         for index, output in self.model.engine.completed(asked):
-            outputs[index] = output
-            self._progress(len(outputs), len(asked))
-        self.outputs += [outputs[index] for index in range(len(asked))]
-        decode = self.model.loaded.tokenizer.decode
-        return [cut_at_stop(decode(outputs[index].tokens), request.stop) for index, request in enumerate(asked)]
+            found[index] = output
+            self._progress(len(found), len(asked))
+        outputs, decode = [found[index] for index in range(len(asked))], self.model.loaded.tokenizer.decode
+        self.outputs += outputs
+        return [cut_at_stop(decode(out.tokens), one.stop) for out, one in zip(outputs, asked, strict=True)]
 
     def _pair(self, context: str, continuation: str) -> Pair:
         """Split the tokens of the joint text where the context's own tokens end: a space or a letter that the tokenizer
@@ -196,10 +195,7 @@ def simple_evaluate(lm: Any, tasks: list[Any], limit: int = 0) -> dict[str, Any]
     from lm_eval.evaluator import simple_evaluate as run
     from lm_eval.tasks import TaskManager
 
-    found: dict[str, Any] = run(
-        model=lm, tasks=tasks, limit=limit or None, task_manager=TaskManager(include_defaults=False)
-    )
-    return found
+    return dict(run(model=lm, tasks=tasks, limit=limit or None, task_manager=TaskManager(include_defaults=False)))
 
 
 @contextlib.contextmanager
@@ -218,14 +214,14 @@ def silence() -> Iterator[None]:
 
 def metrics_of(name: str, found: dict[str, Any]) -> dict[str, float | None]:
     """Numbers by metric and filter; for a group without a number of its own, also by task."""
-    tables = {
-        task: {key: value for key, value in table.items() if "," in key} for task, table in found["results"].items()
-    }
-    named = {"": tables[name]} if tables.get(name) else {f"{task} ": table for task, table in tables.items()}
+    results = found["results"]
+    has_own = any("," in key for key in results.get(name, {}))
+    named = {"": results[name]} if has_own else {f"{task} ": table for task, table in results.items()}
     return {
         task + key: float(value) if isinstance(value, int | float) and math.isfinite(value) else None
         for task, table in named.items()
         for key, value in table.items()
+        if "," in key
     }
 
 

@@ -6,6 +6,7 @@ several parts need is evaluated once. Each evaluation has its folder under `poin
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,8 @@ def run_sweep(
     systems: dict[str, dict[str, Any]] = {}
     for name, number, path in ((n, i, path) for n, s in file.system.items() for i, path in enumerate(s.models)):
         model = load(path, device, dtype, max_batch=sweep.batch_size)
-        decoding, about = decoding_of(model), about_model(model.loaded)
+        method, about = model.loaded.method, about_model(model.loaded)
+        decoding = Decoding(method.axes, method.refines, method.block_size)
         kind = {"method": about["method"], **decoding._asdict()}
         known = systems.setdefault(name, {**kind, "models": []})
         for key, value in kind.items():
@@ -85,25 +87,13 @@ def run_sweep(
     return content
 
 
-def decoding_of(model: Model) -> Decoding:
-    """Which settings change how a model decodes."""
-    method = model.loaded.method
-    return Decoding(method.axes, method.refines, method.block_size)
-
-
 def _questions(
     file: SweepFile, tasks: Sequence[Task], data: Path, *, unpublished: bool
 ) -> dict[tuple[str, str], list[Example]]:
     """The questions by system and task, read once for each folder of files."""
-    known: dict[tuple[Path, str], list[Example]] = {}
-    asked = {}
-    for name, system in file.system.items():
-        folder = Path(system.data) if system.data else data
-        for task in tasks:
-            if (folder, task.name) not in known:
-                known[folder, task.name] = task.examples(folder, file.sweep.limit, unpublished=unpublished)
-            asked[name, task.name] = known[folder, task.name]
-    return asked
+    read = functools.cache(lambda task, folder: task.examples(folder, file.sweep.limit, unpublished=unpublished))
+    systems = file.system.items()
+    return {(name, task.name): read(task, Path(one.data or data)) for name, one in systems for task in tasks}
 
 
 def _measure(subject: Subject, sweep: SweepConfig) -> Iterator[Point]:

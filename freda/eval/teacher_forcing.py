@@ -24,28 +24,25 @@ NAMES = ("right", "changed", "mended", "spoiled", "kept")
 
 def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int) -> float:
     """The fraction of solution tokens that are the written ones after `passes` passes over the true prefix."""
-    batch, given = solution_batch(loaded, [(problem.prompt, problem.document) for problem in problems])
+    batch, given, counted = solution_batch(loaded, [(problem.prompt, problem.document) for problem in problems])
     *_, made = loaded.method.teacher_forced(loaded.parts, batch, given, passes)
-    counted = ~given & (batch.document >= 0) & ~batch.fill
     return float(((made == batch.tokens) & counted).sum() / counted.sum())
 
 
-def solution_batch(loaded: LoadedModel, texts: Sequence[tuple[str, str]]) -> tuple[Batch, Tensor]:
-    """One text a row, filled with EOS to whole blocks, and which tokens belong to its prompt, (R, L); `texts` are pairs
-    of a prompt and the whole text that begins with it."""
-    tokenizer, align = loaded.tokenizer, loaded.method.block_size
+def solution_batch(loaded: LoadedModel, texts: Sequence[tuple[str, str]]) -> tuple[Batch, Tensor, Tensor]:
+    """One text a row, filled with EOS to whole blocks; which tokens belong to its prompt, and which to the solution and
+    its end, (R, L) bool each. `texts` are pairs of a prompt and the whole text that begins with it."""
+    tokenizer, align, device = loaded.tokenizer, loaded.method.block_size, loaded.parts.device
     wholes = [tokenizer.encode(whole) for _, whole in texts]
     prompts = [len(tokenizer.encode(prompt)) for prompt, _ in texts]
     filled = [-(-(len(text) + 1) // align) * align for text in wholes]
-    width = max(filled)
-    device = loaded.parts.device
-    place = torch.arange(width, device=device).expand(len(wholes), -1)
-    tokens = torch.tensor([text + [tokenizer.eos_id] * (width - len(text)) for text in wholes], device=device)
-    ends, lengths, given = (
-        torch.tensor(counts, device=device)[:, None] for counts in (filled, [len(text) for text in wholes], prompts)
-    )
-    document = torch.where(place < ends, 0, -1).int()
-    return Batch(tokens, document, place.int(), (place > lengths) & (place < ends)), place < given
+    place = torch.arange(max(filled), device=device).expand(len(wholes), -1)
+    tokens = torch.tensor([text + [tokenizer.eos_id] * (max(filled) - len(text)) for text in wholes], device=device)
+    counts = torch.tensor([filled, [len(text) for text in wholes], prompts], device=device)
+    ends, lengths, prompt_ends = counts[:, :, None]
+    fill, given = (place > lengths) & (place < ends), place < prompt_ends
+    batch = Batch(tokens, torch.where(place < ends, 0, -1).int(), place.int(), fill)
+    return batch, given, ~given & (place <= lengths)
 
 
 def stability(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int) -> list[dict[str, float]]:
@@ -56,26 +53,16 @@ def stability(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int
     """
     longest = max(len(loaded.tokenizer.encode(whole)) for _, whole in texts) + loaded.method.block_size
     rows = max(1, MOST_LOGITS // (longest * loaded.backbone.config.vocab_size))
-    sums = torch.zeros(passes, len(NAMES), dtype=torch.int64)
-    counted = 0
+    sums, total = torch.zeros(passes, len(NAMES), dtype=torch.int64), 0
     for first in range(0, len(texts), rows):
-        found, tokens = _counts(loaded, texts[first : first + rows], passes)
-        sums, counted = sums + found, counted + tokens
-    shares = (sums / counted).tolist()
-    return [{"pass": number, **dict(zip(NAMES, row, strict=True))} for number, row in enumerate(shares, start=1)]
-
-
-def _counts(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int) -> tuple[Tensor, int]:
-    """Sums over these texts, (passes, names), and the number of tokens that count."""
-    batch, given = solution_batch(loaded, texts)
-    counted = ~given & (batch.document >= 0) & ~batch.fill
-    forced = functools.partial(loaded.method.teacher_forced, loaded.parts, batch, given, passes)
-    drafts, clean = forced(), forced(clean_draft=True)
-    before = torch.full_like(batch.tokens, -1)  # a blank draft holds no token
-    rows = []
-    for now, kept in zip(drafts, clean, strict=True):
-        right, was_right = now == batch.tokens, before == batch.tokens
-        marks = (right, now != before, right & ~was_right, was_right & ~right, kept == batch.tokens)
-        rows.append(torch.stack([(mark & counted).sum() for mark in marks]))
-        before = now
-    return torch.stack(rows).cpu(), int(counted.sum())
+        batch, given, counted = solution_batch(loaded, texts[first : first + rows])
+        forced = functools.partial(loaded.method.teacher_forced, loaded.parts, batch, given, passes)
+        before = torch.full_like(batch.tokens, -1)  # a blank draft holds no token
+        for row, (now, kept) in enumerate(zip(forced(), forced(clean_draft=True), strict=True)):
+            right, was_right = now == batch.tokens, before == batch.tokens
+            marks = (right, now != before, right & ~was_right, was_right & ~right, kept == batch.tokens)
+            sums[row] += torch.stack([(mark & counted).sum() for mark in marks]).cpu()
+            before = now
+        total += int(counted.sum())
+    fractions = (sums / total).tolist()
+    return [{"pass": number, **dict(zip(NAMES, row, strict=True))} for number, row in enumerate(fractions, start=1)]

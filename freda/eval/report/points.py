@@ -116,10 +116,8 @@ def canonical(setting: Setting, own: Setting, decoding: Decoding) -> Setting:
 
     One pass commits everything, and candidates compete from the second pass on.
     """
-    inert = set(Setting._fields) - set(decoding.axes) | (
-        {"threshold", "width", "tau"} if setting.passes == 1 else set()
-    )
-    return setting._replace(**{name: getattr(own, name) for name in inert})
+    live = set(decoding.axes) & ({"passes"} if setting.passes == 1 else set(Setting._fields))
+    return own._replace(**{name: getattr(setting, name) for name in live})
 
 
 def _passes(sweep: SweepConfig, own: Setting, decoding: Decoding) -> list[Setting]:
@@ -228,14 +226,22 @@ class Sweep:
         """The setting of the main table."""
         return main_setting(self.systems[system], self.decoding[system])
 
+    def seeds(self, system: str, task: str, setting: Setting) -> list[Point]:
+        """The points of all models of a system; none if one of them was not measured."""
+        models = range(len(self.systems[system].models))
+        found = [self.by_place.get((system, model, task, setting)) for model in models]
+        points = [point for point in found if point is not None]
+        return points if len(points) == len(models) else []
+
     def score(self, system: str, panel: str, setting: Setting) -> Score | None:
         """The score of a kind, of all kinds or of one task; None if it was not measured."""
         kinds = self.panels()
         groups = [tasks for tasks in kinds.values() if tasks] if panel == OVERALL else [kinds.get(panel, [panel])]
-        seeds = [self._seed(system, model, groups, setting) for model in range(len(self.systems[system].models))]
-        found = [seed for seed in seeds if seed is not None]
-        if not found or len(found) < len(seeds):
+        points = {task: self.seeds(system, task, setting) for tasks in groups for task in tasks}
+        if not all(points.values()):
             return None
+        models = range(len(self.systems[system].models))
+        found = [mean_score([[points[task][model] for task in tasks] for tasks in groups]) for model in models]
         accuracy, error, tpf = (statistics.fmean(values) for values in zip(*found, strict=True))
         if len(found) > 1:
             error = statistics.stdev(seed.accuracy for seed in found) / math.sqrt(len(found))
@@ -246,20 +252,6 @@ class Sweep:
         found = ((setting, self.score(system, panel, setting)) for setting in settings)
         return [(setting, score) for setting, score in found if score is not None]
 
-    def _seed(self, system: str, model: int, groups: Sequence[Sequence[str]], setting: Setting) -> Score | None:
-        """The score of one model: the mean over the groups of the means over their tasks."""
-        means = []
-        for tasks in groups:
-            found = [self.by_place.get((system, model, task, setting)) for task in tasks]
-            points = [point for point in found if point is not None]
-            if len(points) < len(tasks):
-                return None
-            error = math.sqrt(sum(covariance(one, other) for one in points for other in points)) / len(points)
-            accuracy, tpf = (statistics.fmean(getattr(p, name) for p in points) for name in ("accuracy", "tpf"))
-            means.append(Score(100 * accuracy, 100 * error, tpf))
-        accuracy, _, tpf = (statistics.fmean(values) for values in zip(*means, strict=True))
-        return Score(accuracy, math.sqrt(sum(mean.error**2 for mean in means)) / len(means), tpf)
-
     def paired(self, system: str, task: str) -> Compared | None:
         """Compare the system with the baseline, question by question, with the main settings.
 
@@ -267,18 +259,19 @@ class Sweep:
         """
         if self.baseline is None or system == self.baseline:
             return None
-        asked = [self.checksums.get(f"{name}/{task}") for name in (self.baseline, system)]
-        first, second = (self._solved(name, task) for name in (self.baseline, system))
-        if first is None or second is None or asked[0] != asked[1] or len(first) != len(second):
+        names = (self.baseline, system)
+        seeds = [[point.right for point in self.seeds(name, task, self.main(name))] for name in names]
+        first, second = ([statistics.fmean(map(int, marks)) for marks in zip(*one, strict=True)] for one in seeds)
+        asked = {self.checksums.get(f"{name}/{task}") for name in names}
+        if not first or len(first) != len(second) or len(asked) > 1:
             return None
         return compared(list(zip(first, second, strict=True)))
 
     def paired_mean(self, system: str, tasks: Sequence[str]) -> Difference | None:
         """The mean of the tasks' differences. Errors of tasks are independent, except where they ask the same
         questions."""
-        found = [self.paired(system, task) for task in tasks]
-        known = [one for one in found if one is not None]
-        if not known or len(known) < len(found):
+        known = [one for task in tasks if (one := self.paired(system, task)) is not None]
+        if not known or len(known) < len(tasks):
             return None
         mean = statistics.fmean(one.difference for one in known)
         middle = statistics.fmean((one.low + one.high) / 2 for one in known)
@@ -287,13 +280,16 @@ class Sweep:
         half = math.hypot(shared, *halves.values()) / len(known)
         return Difference(mean, middle - half, middle + half)
 
-    def _solved(self, system: str, task: str) -> list[float] | None:
-        """The fraction of the system's models that solves each question; None if one of them was not measured."""
-        places = [(system, model, task, self.main(system)) for model in range(len(self.systems[system].models))]
-        if any(place not in self.by_place for place in places):
-            return None
-        answers = zip(*(self.by_place[place].right for place in places), strict=True)
-        return [statistics.fmean(map(int, seeds)) for seeds in answers]
+
+def mean_score(groups: Sequence[Sequence[Point]]) -> Score:
+    """The score of one model: the mean over the groups of the means over their tasks."""
+    means = []
+    for points in groups:
+        error = math.sqrt(sum(covariance(one, other) for one in points for other in points)) / len(points)
+        accuracy, tpf = (statistics.fmean(getattr(p, name) for p in points) for name in ("accuracy", "tpf"))
+        means.append(Score(100 * accuracy, 100 * error, tpf))
+    accuracy, _, tpf = (statistics.fmean(values) for values in zip(*means, strict=True))
+    return Score(accuracy, math.hypot(*(mean.error for mean in means)) / len(means), tpf)
 
 
 def covariance(one: Point, other: Point) -> float:

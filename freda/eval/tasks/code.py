@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,10 @@ HUMANEVAL = Task(
     load=functools.partial(load_functions, "humaneval/HumanEval.jsonl.gz", (*FUNCTION_FIELDS, "test")),
     grade_all=executed(humaneval_program),
 )
-HUMANEVAL_PLUS = Task(
+HUMANEVAL_PLUS = replace(
+    HUMANEVAL,
     name="humaneval_plus",
-    kind="coding",
-    rows=164,
     checksum="cfd6bda12614db7f",
-    stops=FUNCTION_STOPS,
-    max_new_tokens=1024,
     load=functools.partial(load_functions, "humanevalplus/HumanEvalPlus.jsonl.gz", PLUS_FIELDS),
     grade_all=executed(humanevalplus_program),
 )

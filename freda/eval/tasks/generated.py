@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 from freda.data.config import CorpusConfig
@@ -69,15 +70,12 @@ SUMS = Task(
     grade_all=one_by_one(grade_final_number),
     reference=solution,
 )
-MINI_MATH = Task(
+MINI_MATH = replace(
+    SUMS,
     name="mini_math",
-    kind="mathematics",
-    rows=2000,
     stops=("\nQ:",),
     max_new_tokens=192,
     load=functools.partial(load_mini, "mini_math", "steps {0.level}"),
-    grade_all=one_by_one(grade_final_number),
-    reference=solution,
 )
 MINI_CODE = Task(
     name="mini_code",

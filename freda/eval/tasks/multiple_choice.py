@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from freda.errors import require
@@ -105,13 +106,4 @@ MMLU = Task(
     grade_all=one_by_one(grade_letter),
     reference=right_letter,
 )
-GPQA_DIAMOND = Task(
-    name="gpqa_diamond",
-    kind="knowledge",
-    rows=198,
-    shots=SHOTS,
-    choices=CHOICES,
-    load=load_gpqa,
-    grade_all=one_by_one(grade_letter),
-    reference=right_letter,
-)
+GPQA_DIAMOND = replace(MMLU, name="gpqa_diamond", rows=198, checksum="", load=load_gpqa)

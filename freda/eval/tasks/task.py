@@ -60,10 +60,8 @@ class Task:
     check_installed: Callable[[], None] = lambda: None  # raises if a package that the grader needs is missing
 
     def examples(self, folder: Path, limit: int = 0, *, unpublished: bool = False) -> list[Example]:
-        """The first `limit` questions in a data folder, or all if it is 0.
-
-        Files with as many rows as the benchmark, but other questions, answers or exemplars, are refused unless
-        `unpublished` is set. A missing package of the grader is reported here, before anything is generated.
+        """The first `limit` questions in a data folder, or all if it is 0; those that are not the published ones are
+        refused unless `unpublished` is set. A missing package of the grader is reported before anything is generated.
         """
         self.check_installed()
         examples = self.load(folder, self.rows)
