@@ -68,17 +68,8 @@ class Plan:
 
 def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
     """The sizes of the demo; `quick` is a smoke test of a few steps."""
-    base = TrainConfig(
-        steps=700,
-        batch_rows=8,
-        group_rows=8,
-        lr=3e-3,
-        warmup_steps=30,
-        beta2=0.98,
-        schedule="cosine",
-        seed=seed,
-        keep=1,
-    )
+    rates: dict[str, Any] = {"lr": 3e-3, "warmup_steps": 30, "beta2": 0.98, "schedule": "cosine"}
+    base = TrainConfig(steps=700, batch_rows=8, group_rows=8, **rates, seed=seed, keep=1)
     tuned = replace(base, steps=600, group_rows=4, lr=4e-3, warmup_steps=10, init=str(out / "autoregressive"))
     plan = Plan(
         corpus=CorpusConfig(
@@ -93,15 +84,11 @@ def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
     )
     if not quick:
         return plan
-    few: dict[str, Any] = {"steps": 3, "warmup_steps": 1, "validation_rows": 2}
+    few = {"steps": 3, "warmup_steps": 1, "validation_rows": 2}
+    trainings = {name: replace(getattr(plan, name), **few) for name in ("base", "tuned", "scorer")}
+    corpus = replace(plan.corpus, problems=300, validation_problems=64)
     return replace(
-        plan,
-        corpus=replace(plan.corpus, problems=300, validation_problems=64),
-        model=replace(plan.model, dim=32, layers=1, ffn_dim=96),
-        base=replace(plan.base, **few),
-        tuned=replace(plan.tuned, **few),
-        scorer=replace(plan.scorer, **few),
-        test_problems=4,
+        plan, **trainings, corpus=corpus, model=replace(plan.model, dim=32, layers=1, ffn_dim=96), test_problems=4
     )
 
 
@@ -110,7 +97,7 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     begun, plan, console = time.perf_counter(), make_plan(out, seed, quick=quick), Console(highlight=False)
     _clear(out)
     _show_bundled(console)
-    say("1/6 writing a corpus of word problems")
+    _say("1/6 writing a corpus of word problems")
     prepare_corpus(plan.corpus, out / "data")
     models = {}
     stages: list[tuple[Method, TrainConfig]] = [
@@ -120,9 +107,9 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
         (BestOfN(), plan.scorer),
     ]
     for number, (method, settings) in enumerate(stages, start=2):
-        say(f"{number}/6 training: {method.name}")
+        _say(f"{number}/6 training: {method.name}")
         models[method.name] = _train(plan, out / method.name, method, settings)
-    say(f"6/6 solving {plan.test_problems} held-out problems with 1 to 4 passes")
+    _say(f"6/6 solving {plan.test_problems} held-out problems with 1 to 4 passes")
     test = list(itertools.islice(problems_of(plan.corpus, "test"), plan.test_problems))
     rows = [row for name, model in models.items() for row in _scores(name, model, test)]
     console.print(_table(rows, plan.test_problems))
@@ -130,7 +117,7 @@ def run_demo(out: Path, *, seed: int, quick: bool) -> None:
     seconds = time.perf_counter() - begun
     results = {"version": __version__, "seed": seed, "seconds": round(seconds), "plan": asdict(plan), "rows": rows}
     write_whole(out / RESULTS, json.dumps(results, indent=2) + "\n")
-    say(f"done in {seconds:.0f} s; results in {out / RESULTS}. Watch it live:")
+    _say(f"done in {seconds:.0f} s; results in {out / RESULTS}. Watch it live:")
     # repr writes the line break as \n and puts quotes around: with $ in front, that is how a shell reads it
     print(f"{_program()} generate {out / 'self-refine'} ${test[0].prompt!r} --show-drafts", file=sys.stderr)
 
@@ -140,8 +127,7 @@ def _program() -> str:
     return sys.argv[0] if sys.argv[0].endswith("freda") else "freda"
 
 
-def say(message: str) -> None:
-    """Show progress to the person who watches."""
+def _say(message: str) -> None:
     print(f"demo: {message}", file=sys.stderr, flush=True)
 
 
@@ -191,13 +177,9 @@ def _table(rows: list[dict[str, Any]], count: int) -> Table:
     for previous, row in zip([None, *rows], rows, strict=False):
         if previous is not None and previous["method"] != row["method"]:
             table.add_section()
-        table.add_row(
-            row["method"],
-            str(row["passes"]),
-            f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f}",
-            "-" if row["token_accuracy"] is None else f"{100 * row['token_accuracy']:.1f}",
-            f"{row['tpf']:.2f}",
-        )
+        exact = f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f}"
+        tokens = "-" if row["token_accuracy"] is None else f"{100 * row['token_accuracy']:.1f}"
+        table.add_row(row["method"], str(row["passes"]), exact, tokens, f"{row['tpf']:.2f}")
     return table
 
 
@@ -207,7 +189,7 @@ def _show_bundled(console: Console) -> None:
     if folder is None:
         return
     questions = held_out(folder / "data")
-    say(f"first, {len(questions)} questions to {BUNDLED}, a model bundled with freda")
+    _say(f"first, {len(questions)} questions to {BUNDLED}, a model bundled with freda")
     model = Model(load_model(folder), EngineConfig(max_batch=1))
     for question in questions:
         console.print(question, style="blue", markup=False, soft_wrap=True)
@@ -215,7 +197,7 @@ def _show_bundled(console: Console) -> None:
             found = model.complete(model.request(question, max_new_tokens=LONGEST_ANSWER, watch=True), drafts)
         console.print(found.text.rstrip("\n"), markup=False, soft_wrap=True)
         console.print(f"{len(found.tokens)} tokens in {found.nfe} forwards\n", style="dim")
-    say(f"ask it more with: {_program()} chat {BUNDLED}; now a tiny model is trained here")
+    _say(f"ask it more with: {_program()} chat {BUNDLED}; now a tiny model is trained here")
 
 
 def _show_refinement(console: Console, model: Model, test: list[Problem]) -> None:
@@ -225,9 +207,10 @@ def _show_refinement(console: Console, model: Model, test: list[Problem]) -> Non
     shown = 0
     for problem in test:
         watched: list[Pass] = []
-        settings = {"threshold": THRESHOLD, "max_new_tokens": LONGEST_SOLUTION}
-        found = model.complete(model.request(problem.prompt, watch=True, **settings), watched.append)
-        if not (grade(problem, found.text) and _revised(watched)) and problem is not test[-1]:
+        request = model.request(problem.prompt, watch=True, threshold=THRESHOLD, max_new_tokens=LONGEST_SOLUTION)
+        found = model.complete(request, watched.append)
+        revised = any(one.block == two.block and one.ids != two.ids for one, two in itertools.pairwise(watched))
+        if not (grade(problem, found.text) and revised) and problem is not test[-1]:
             continue
         console.print(problem.prompt, style="blue", markup=False)
         for step in watched:
@@ -236,8 +219,3 @@ def _show_refinement(console: Console, model: Model, test: list[Problem]) -> Non
         shown += 1
         if shown == 3:
             return
-
-
-def _revised(watched: list[Pass]) -> bool:
-    """Whether a later pass changed a token of an earlier one."""
-    return any(first.block == second.block and first.ids != second.ids for first, second in itertools.pairwise(watched))

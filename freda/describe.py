@@ -49,17 +49,12 @@ def _model(path: Path) -> str:
     config = read_json(resolve_model_folder(path) / "config.json")
     stored = config["freda"].get("stored_as", config.get("dtype", "float32"))
     scorer = ", a scorer among them" if loaded.scorer is not None else ""
-    return "\n".join(
-        [
-            f"model {path}",
-            f"  {family_of(shape).architecture}, {count:,} parameters{scorer}, stored as {stored}, "
-            f"stage {loaded.stage}",
-            f"  {shape.layers} layers of width {shape.dim}, {shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, "
-            f"{'tied' if shape.tied else 'untied'} head",
-            f"  method {method.name}, blocks of {method.block_size}, BLANK is id {loaded.tokenizer.blank_id} "
-            f"of {shape.vocab_size} rows",
-        ]
-    )
+    heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, {'tied' if shape.tied else 'untied'} head"
+    blank = f"BLANK is id {loaded.tokenizer.blank_id} of {shape.vocab_size} rows"
+    return f"""model {path}
+  {family_of(shape).architecture}, {count:,} parameters{scorer}, stored as {stored}, stage {loaded.stage}
+  {shape.layers} layers of width {shape.dim}, {heads}
+  method {method.name}, blocks of {method.block_size}, {blank}"""
 
 
 def _run(path: Path) -> str:
@@ -104,14 +99,10 @@ def _shards(path: Path, view: ShardView) -> str:
 
 def _histogram_lines(lengths: NDArray[np.int64]) -> list[str]:
     """Documents by length, in powers of two, as bars."""
-    powers = np.ceil(np.log2(lengths)).astype(int)
-    counts = np.bincount(powers)
-    longest = int(counts.max())
-    return [
-        f"  up to {2**power:>8,} {count:>10,} {'█' * max(1, round(40 * count / longest))}"
-        for power, count in enumerate(counts.tolist())
-        if count
-    ]
+    counts = np.bincount(np.ceil(np.log2(lengths)).astype(int)).tolist()
+    bars = ["█" * max(1, round(40 * count / max(counts))) for count in counts]
+    found = enumerate(zip(counts, bars, strict=True))
+    return [f"  up to {2**power:>8,} {count:>10,} {bar}" for power, (count, bar) in found if count]
 
 
 def _draw_histogram(lengths: NDArray[np.int64], target: Path) -> None:
@@ -130,16 +121,14 @@ def _row_lines(path: Path, tokenizer: Tokenizer, view: ShardView) -> list[str]:
     """Packed rows as text: ‖ begins a document, | begins a block, · is padding."""
     size = view.block_size
     loader = Loader(path, "train", seq_len=view.seq_len, seed=0)
-    full = f"{100 * loader.fullness:.2f}% full"
-    lines = [f"{loader.rows:,} rows of {view.seq_len}, {full}; ‖ document, | block of {size}"]
+    shape = f"{loader.rows:,} rows of {view.seq_len}, {100 * loader.fullness:.2f}% full"
+    lines = [f"{shape}; ‖ document, | block of {size}"]
     for number in range(min(view.rows, loader.rows)):
         batch = loader.batch(number, 1)
         pieces = tokenizer.pieces(batch.tokens[0].tolist())
-        cells = zip(pieces, batch.document[0].tolist(), batch.position[0].tolist(), strict=True)
-        text = "".join("·" if document < 0 else _border(position, size) + piece for piece, document, position in cells)
+        text = ""
+        for piece, document, place in zip(pieces, batch.document[0].tolist(), batch.position[0].tolist(), strict=True):
+            border = "‖" if place == 0 else "|" if place % size == 0 else ""
+            text += "·" if document < 0 else border + piece
         lines += [f"row {number}", text]
     return lines
-
-
-def _border(position: int, block_size: int) -> str:
-    return "‖" if position == 0 else "|" if position % block_size == 0 else ""

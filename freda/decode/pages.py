@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,7 +96,9 @@ class Pages:
 
     def learn(self, table: Sequence[int], text: Sequence[int], block_size: int) -> None:
         """Remember the pages of a table that are full of stored text, for requests that begin like it."""
-        for page, key in zip(table, _keys(text, self.page_size, block_size), strict=False):
+        key, size = _first_key(block_size), self.page_size
+        for number, page in zip(range(len(text) // size), table, strict=False):
+            key = self._hash.get(page) or _next_key(key, text[number * size : (number + 1) * size])
             if key not in self._known:
                 self._known[key], self._hash[page] = page, key
 
@@ -118,15 +120,21 @@ class Pages:
                     self._free.append(page)
 
 
-def _keys(text: Sequence[int], page_size: int, block_size: int) -> list[bytes]:
+def _keys(text: Sequence[int], page_size: int, block_size: int) -> Iterator[bytes]:
     """The hash of a text up to the end of each of its full pages."""
-    digest = hashlib.blake2b(block_size.to_bytes(4, "little"), digest_size=16)
-    ids = array("q", text[: len(text) // page_size * page_size])
-    keys, page, ids_bytes = [], page_size * ids.itemsize, ids.tobytes()
-    for begin in range(0, len(ids_bytes), page):
-        digest.update(ids_bytes[begin : begin + page])
-        keys.append(digest.digest())
-    return keys
+    key = _first_key(block_size)
+    for end in range(page_size, len(text) + 1, page_size):
+        key = _next_key(key, text[end - page_size : end])
+        yield key
+
+
+def _first_key(block_size: int) -> bytes:
+    return block_size.to_bytes(4, "little")
+
+
+def _next_key(key: bytes, page: Sequence[int]) -> bytes:
+    """The hash of a text up to the end of a page, from that up to its beginning."""
+    return hashlib.blake2b(key + array("q", page).tobytes(), digest_size=16).digest()
 
 
 class ForwardShape(NamedTuple):
