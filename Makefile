@@ -10,7 +10,7 @@ demo: $(PACKAGE)  ## the bundled model answers three questions, then four small 
 	$(BIN)/freda demo
 
 test: lint  ## format check, lint, types, then the tests in two processes of one thread each
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 smoke: $(TOOLS)  ## the experiments of experiments/mini end to end, too small to learn anything: 2 to 3 minutes
 	rm -rf runs/smoke

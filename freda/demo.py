@@ -93,13 +93,15 @@ def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
     )
     if not quick:
         return plan
+    few: dict[str, Any] = {"steps": 3, "warmup_steps": 1, "validation_rows": 2}
     return replace(
         plan,
         corpus=replace(plan.corpus, problems=300, validation_problems=64),
-        base=replace(plan.base, steps=3, warmup_steps=1),
-        tuned=replace(plan.tuned, steps=3, warmup_steps=1),
-        scorer=replace(plan.scorer, steps=3, warmup_steps=1),
-        test_problems=8,
+        model=replace(plan.model, dim=32, layers=1, ffn_dim=96),
+        base=replace(plan.base, **few),
+        tuned=replace(plan.tuned, **few),
+        scorer=replace(plan.scorer, **few),
+        test_problems=4,
     )
 
 

@@ -17,7 +17,7 @@ from freda.data.config import CorpusConfig, MiniConfig
 from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
 from freda.eval.tasks import TASKS
-from freda.eval.tasks.gpqa import COLUMNS
+from freda.eval.tasks.multiple_choice import GPQA_COLUMNS
 
 ODD = " {{7 * 7}} {% raw %} 'a' \"b\" <c> & naïve — π\t"  # nothing of it may be taken for a template, or changed
 
@@ -106,5 +106,5 @@ def write_choices(folder: Path) -> None:
     (folder / "gpqa").mkdir()
     with open(folder / "gpqa" / "gpqa_diamond.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["Id", *COLUMNS])
+        table.writerow(["Id", *GPQA_COLUMNS])
         table.writerows([[n, f"{n}{ODD}", f"right {n} ", "NA", f"{ODD}b", "1e3"] for n in range(12)])

@@ -25,10 +25,10 @@ from freda.data.mini import questions_of
 from freda.data.mini_code import tests_of
 from freda.data.synthetic import problems_of
 from freda.eval.harness import metrics_of, silence, simple_evaluate
-from freda.eval.sandbox import isolation, run_many
 from freda.eval.tasks import TASKS
 from freda.eval.tasks.code import humanevalplus_program
-from freda.eval.tasks.math500 import LONGEST, in_workers, same
+from freda.eval.tasks.mathematics import LONGEST, in_workers, same
+from freda.eval.tasks.sandbox import isolation, run_many
 from freda.eval.tasks.task import Example, json_rows
 
 Row = Mapping[str, Any]

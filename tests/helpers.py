@@ -1,9 +1,10 @@
-"""What many tests share: tiny models and packed rows, a stand-in for the bundled model, the ranks of a run, and files
-in the layout of the benchmarks."""
+"""What many tests share: tiny models and packed rows, a stand-in for the bundled model, and the ranks of
+a run."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import multiprocessing
@@ -16,22 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from freda.data import mini
-from freda.data.config import CorpusConfig, MiniConfig
+from freda.data.config import CorpusConfig, MiniConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
-from freda.data.shards import Manifest
-from freda.data.tokenizer import Tokenizer, train_tokenizer
+from freda.data.shards import Documents, Manifest
+from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
 from freda.decode.generate import generate
-from freda.decode.pages import PagedCache, Pages
+from freda.decode.pages import BlockTable, ForwardShape, PagedCache, Pages
 from freda.decode.request import Request
-from freda.decode.shapes import BlockTable, ForwardShape
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.methods import METHODS, method_named
 from freda.methods.draft import Prediction, predict, soft_embedding
 from freda.methods.method import Method
+from freda.methods.self_refine import SelfRefine
 from freda.model.attention import make_mask
 from freda.model.config import ModelConfig
 from freda.model.masks import clean_tokens, concat, draft_tokens
@@ -42,11 +44,32 @@ from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks, processes
 
 VOCAB, BLANK, EOS = 29, 28, 27
+WORDS = ["alpha", "beta", "gamma", "delta", "river", "stone", "cloud", "seven",
+         "eight", "nine", "ten", "tree", "house", "walks", "talks", "sings"]  # fmt: skip
+TOLERANCE = 1e-4
+LENGTH = 40
+# An original context this short makes the scaling change the logits of a short text.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+METHOD = SelfRefine(block_size=3, feedback="hard", rescale=True, committed_hard=True)
+
+TRANSFORMERS_CASES = {
+    "qwen3-tied": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-untied": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": False}),
+    "qwen2-tied": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama-untied": ("Llama", {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": False}),
+    "llama3-tied": ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+}
 EASY = MiniConfig(documents=200, validation_documents=10)
 CONTEXT = multiprocessing.get_context("forkserver")  # a server imports torch once, and ranks fork from it
 CONTEXT.set_forkserver_preload(["freda.train.loop", "tests.helpers"])
 PATIENCE = 100  # seconds: a rank that waits for another for ever must not hold up the tests
-ODD = " {{7 * 7}} {% raw %} 'a' \"b\" <c> & naïve — π\t"  # nothing of it may be taken for a template, or changed
 
 
 # -- tiny models and packed rows ---------------------------------------------------------------------------------------
@@ -300,3 +323,124 @@ def _stderr_to(path: Path) -> Iterator[None]:
         os.dup2(file.fileno(), 2)
         sys.stderr = os.fdopen(2, "w", closefd=False)
         yield
+
+
+# -- checkpoints of transformers ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Weights of a size that makes any mistake visible; norms and biases too, which start at one and zero."""
+    generator = torch.Generator().manual_seed(0)
+    for _, weight in sorted(model.named_parameters()):
+        noise = torch.randn(weight.shape, generator=generator) * 0.2
+        weight.copy_(noise if weight.dim() > 1 else noise + 1)
+
+
+def own_model(tokenizer: Tokenizer, **changes: Any) -> Transformer:
+    values = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 48} | changes
+    model = Transformer(ModelConfig(vocab_size=tokenizer.size, **values), tokenizer.blank_id)
+    randomise(model)
+    return model
+
+
+def as_loaded(model: Transformer, tokenizer: Tokenizer, stage: str = "I") -> LoadedModel:
+    return LoadedModel(Parts(model), tokenizer, METHOD, stage)
+
+
+def write_hf(
+    folder: Path, tokenizer: Tokenizer, case: str, *, rows: int, dtype: torch.dtype = torch.float32, **save: Any
+) -> Any:
+    """A checkpoint of `transformers` with a tokenizer that has no BLANK; returns the model."""
+    import transformers
+
+    family, changes = copy.deepcopy(TRANSFORMERS_CASES[case])  # transformers writes into the rope parameters
+    values = {**SHAPE, **changes, "vocab_size": rows, "eos_token_id": tokenizer.eos_id, "bos_token_id": None}
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**values)).eval()
+    randomise(model)
+    model.to(dtype).save_pretrained(folder, **save)
+    write_plain_tokenizer(folder, tokenizer)
+    return model
+
+
+def write_plain_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save(folder)
+    edit_json(folder / "tokenizer.json", added_tokens=[eos_entry(folder)])
+
+
+def eos_entry(folder: Path) -> dict[str, Any]:
+    added: list[dict[str, Any]] = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    return next(token for token in added if token["content"] != BLANK_TEXT)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def edit_tensors(path: Path, **changes: Tensor | None) -> None:
+    tensors = load_file(path) | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, metadata={"format": "pt"})
+
+
+def some_ids(tokenizer: Tokenizer) -> Tensor:
+    return torch.randint(0, tokenizer.eos_id, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def own_logits(model: Transformer, ids: Tensor) -> Tensor:
+    position = torch.arange(ids.shape[1]).expand_as(ids)
+    tokens = clean_tokens(torch.zeros_like(ids), position, block_size=1)
+    hidden, _, _ = model(model.embed_tokens(ids), position, make_mask(tokens, tokens, "sdpa"))
+    return model.logits(hidden)
+
+
+@torch.no_grad()
+def their_logits(model: Any, ids: Tensor, tokenizer: Tokenizer) -> Tensor:
+    logits: Tensor = model(ids).logits[..., : tokenizer.blank_id]
+    return logits
+
+
+def assert_same_logits(own: Transformer, theirs: Any, tokenizer: Tokenizer) -> None:
+    ids = some_ids(tokenizer)
+    expected = their_logits(theirs, ids, tokenizer)
+    assert expected.std() > 0.5  # otherwise the tolerance would say nothing
+    assert (own_logits(own, ids) - expected).abs().max() < TOLERANCE
+
+
+# -- documents to prepare ----------------------------------------------------------------------------------------------
+
+
+def sentence(generator: random.Random, words: int) -> str:
+    return " ".join(generator.choices(WORDS, k=words)) + "."
+
+
+def write_source(path: Path, documents: int, seed: int = 0, words: int = 30) -> None:
+    generator = random.Random(seed)
+    lines = [json.dumps({"text": f"{n} " + sentence(generator, generator.randint(1, words))}) for n in range(documents)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def mixture(**settings: Any) -> PrepareFile:
+    values = {"vocab_size": 300, "parts": 3, "validation_share": 0.1, **settings}
+    sources = {"one": SourceConfig(path="one.jsonl", share=3.0), "two": SourceConfig(path="two.jsonl", share=1.0)}
+    return PrepareFile(prepare=PrepareConfig(**values), source=sources)
+
+
+def mixture_file(root: Path, **settings: Any) -> Path:
+    """The config of `mixture` as a file."""
+    lines = [f"{name} = {value}" for name, value in {"vocab_size": 300, "validation_share": 0.1, **settings}.items()]
+    shares = [f'[source.{name}]\npath = "{name}.jsonl"\nshare = {share}' for name, share in (("one", 3), ("two", 1))]
+    (root / "mix.toml").write_text("\n".join(["[prepare]", *lines, *shares]))
+    return root / "mix.toml"
+
+
+def texts(folder: Path, split: str = "train") -> list[str]:
+    manifest, tokenizer = Manifest.read(folder), Tokenizer.load(folder)
+    documents = Documents(folder, split, manifest)
+    return [tokenizer.decode(documents.document(index).tolist()) for index in range(len(documents))]

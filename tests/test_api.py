@@ -96,9 +96,7 @@ def test_leaving_a_stream_cancels_it(model: Model) -> None:
 
 
 def test_loading(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        FredaError, match="an engine has no max_bach; it has int8, max_batch, max_length, on_device, page_size"
-    ):
+    with pytest.raises(FredaError, match="'max_bach'.*int8, max_batch, max_length, on_device, page_size"):
         freda.load(folder, max_bach=3)
     with pytest.raises(FredaError, match="there is no dtype 'float8'"):
         freda.load(folder, dtype="float8")

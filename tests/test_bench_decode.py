@@ -26,6 +26,7 @@ from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 from tests.helpers import PlainBackend, answering_model, method, scored, tiny_model
 
+pytestmark = pytest.mark.usefixtures("rates_once")
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
 
 
@@ -180,7 +181,7 @@ def test_no_graph_is_made_while_the_clock_runs(method: str, long: int, monkeypat
     monkeypatch.setattr(decode, "_warm_up", lambda *given: (warm_up(*given), warm.append(len(made))))
     case = decode.Case(batch=7, context=9, new_tokens=30, passes=3, threshold=0.3, method=method)
     model = scored(method)._replace(tokenizer=decode.NoText())
-    row = decode._measured(model, case, decode.Limits(1.0, 1.0), print, EngineConfig(on_device=True), profile=False)
+    row = decode._measured(model, case, decode.Limits(1.0, 1.0), EngineConfig(on_device=True), profile=False)
     assert row["on_device"] and 0 < warm[0] == len(made)
     assert {form[1] for form in made} == {1024: {False}, 20: {False, True}, 4: {True}}[long]
     assert row["tokens_per_s"] / row["forwards_per_s"] < 7 * row["tpf"] * 0.99, "all texts ended together"

@@ -21,6 +21,8 @@ from freda.model.shapes import SHAPES
 from freda.train import loop
 from tests.helpers import method
 
+pytestmark = pytest.mark.usefixtures("rates_once")
+
 
 def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "bench.json"
@@ -75,7 +77,7 @@ def test_a_profile_is_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Load(SHAPES["tiny"], 64, 1, 1, (3,), method(passes=3), 1.0)
     seen, step = [], loop.take_step
     monkeypatch.setattr(loop, "take_step", lambda run, number: (seen.append(run.passes), step(run, number)))
-    found = _profile(make_run(load, torch.device("cpu"), torch.float32), lambda _: None)
+    found = _profile(make_run(load, torch.device("cpu"), torch.float32))
     assert set(seen) == {1} and len(seen) == 2, "one to warm up"
     times = [kernel["ms"] for kernel in found["kernels"]]
     assert times == sorted(times, reverse=True)

@@ -18,8 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from freda.data.config import CorpusConfig
-from freda.data.prepare import prepare_corpus
 from freda.errors import FredaError
 from freda.folders.model_folder import load_model
 from freda.model.config import ModelConfig
@@ -29,13 +27,6 @@ from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
 from tests.helpers import fork, method, run_ranks
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus") / "data"
-    prepare_corpus(CorpusConfig(problems=120, validation_problems=12, vocab_size=300), folder)
-    return folder
 
 
 def config(shards: Path, **train: object) -> RunConfig:
@@ -345,6 +336,7 @@ def train_or_resume(folder: Path, shards: Path, pause: float) -> None:
         loop.train(config(shards, steps=24, save_every=3), folder)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_a_run_loses_nothing(shards: Path, tmp_path: Path) -> None:
     """Every second kill waits until a checkpoint is being written."""
     run, dice, seen = tmp_path / "run", random.Random(7), list[int]()

@@ -125,6 +125,7 @@ def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "No such command" in fails(capsys, "frobnicate")
 
 
+@pytest.mark.slow
 def test_debug_shows_the_trace_and_help_is_fast() -> None:
     command = [sys.executable, "-m", "freda"]
     failed = subprocess.run([*command, "inspect", "/nowhere", "--debug"], capture_output=True, text=True, check=False)
@@ -138,7 +139,11 @@ def test_debug_shows_the_trace_and_help_is_fast() -> None:
     assert time.monotonic() - begun < 5, "far above the aim of 0.3 s: only a heavy import takes so long"
 
 
-def test_demo_the_quick_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_demo_the_quick_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freda.demo.LONGEST_ANSWER", 16)  # of the bundled model
     out = tmp_path / "demo"
     for _ in range(2):  # a second demo replaces the first
         assert run(["demo", "--quick", "--out", str(out)]) == 0
@@ -184,7 +189,7 @@ def test_prepare_and_inspect(corpus: Path, capsys: pytest.CaptureFixture[str]) -
     assert run(["prepare", *place, "--workers", "1"]) == 0
     written = capsys.readouterr()
     assert "train: " in written.out and "kept out exam (1 of 1 texts): nothing found" in written.out
-    assert "tokenizing with tokenizers: " in written.err
+    assert "tokenizing with tokenizers (" in written.err
     picture = corpus / "lengths.png"
     shown = ["--rows", "2", "--seq-len", "64", "--histogram", str(picture), "--verify"]
     assert run(["inspect", str(corpus / "out"), *shown]) == 0

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from freda.decode.stops import cut_at_stop
-from freda.eval.sandbox import Limits, Verdict, run_many, run_program
+from freda.decode.request import cut_at_stop
+from freda.eval.tasks import code
 from freda.eval.tasks.code import FUNCTION_STOPS, humaneval_program, humanevalplus_program, mbpp_program
+from freda.eval.tasks.sandbox import Limits, Verdict, run_many, run_program
+from freda.eval.tasks.task import Example
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 LIMITS = Limits(seconds=10.0, memory_mb=512)
@@ -108,3 +110,23 @@ def test_completions_are_cut_at_the_first_stop() -> None:
     assert cut_at_stop(text, ("\ndef",)) == text[: text.index("\ndef")]
     assert cut_at_stop("    return x", FUNCTION_STOPS) == "    return x" and cut_at_stop(text, ()) == text
     assert cut_at_stop("\ndef f", FUNCTION_STOPS) == ""
+
+
+def test_the_same_program_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts by the clock are asked for again."""
+    ran: list[tuple[str, str]] = []
+
+    def run_many(jobs: list[tuple[str, str]]) -> list[Verdict]:
+        ran.extend(jobs)
+        return [Verdict("right" in job[0], "time out after 1 s" if "slow" in job[0] else "x", 0.0, "") for job in jobs]
+
+    monkeypatch.setattr(code, "run_many", run_many)
+    monkeypatch.setattr(code, "_KNOWN", {})
+    examples, executed = [Example(str(n), "", "", {}) for n in range(4)], code.executed(lambda row, text: (text, "t"))
+    for _ in range(2):
+        made = executed(examples, ["right", "slow", "right", "wrong"])
+        assert [one.correct for one in made] == [True, False, True, False]
+    assert [program for program, _ in ran] == ["right", "slow", "wrong", "slow"]
+    monkeypatch.setattr(code, "MOST_KNOWN", 2)
+    executed(examples[:1], ["new"])
+    assert list(code._KNOWN) == [("new", "t")]

@@ -177,9 +177,11 @@ def test_ngrams_across_the_borders_of_pieces(piece: int, monkeypatch: pytest.Mon
 def test_long_words_are_not_read_once_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decontaminate, "PIECE", 100)
     item = " ".join(letter * 5_000 for letter in "abcdefgh")
-    index, find = index_of([("b", item)]), decontaminate._find_words
+    index, find = index_of([("b", item)]), decontaminate._words_between
     read: list[int] = []
-    monkeypatch.setattr(decontaminate, "_find_words", lambda data: (read.append(len(data)), find(data))[1])
+    monkeypatch.setattr(
+        decontaminate, "_words_between", lambda data, begin, end: (read.append(end - begin), find(data, begin, end))[1]
+    )
     assert len(index.hits(f"{item} {'x' * 100_000} {item}")) == 1
     assert index.hits(f"{item[:22_500]}z{item[22_501:]}") == []  # of equal hash
     assert sum(read) < 4 * (100_000 + 3 * len(item))

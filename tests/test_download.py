@@ -13,7 +13,7 @@ from freda.errors import FredaError
 from freda.eval import download as downloads
 from freda.eval.download import FETCH, download
 from freda.eval.tasks import TASKS
-from freda.eval.tasks.gpqa import COLUMNS
+from freda.eval.tasks.multiple_choice import GPQA_COLUMNS
 from tests.benchmarks import resize
 
 CODE = {
@@ -26,7 +26,7 @@ HUB: dict[tuple[str, str | None, str], list[dict[str, Any]]] = {
     ("openai/gsm8k", "main", "test"): [{"question": "One and one?", "answer": "1 + 1 = 2\n#### 2"}] * 2,
     ("HuggingFaceH4/MATH-500", None, "test"): [{"problem": "1?", "solution": "1", "answer": "1"}] * 3,
     ("openai/openai_humaneval", None, "test"): [{"task_id": "HumanEval/0", **CODE}],
-    ("Idavidrein/gpqa", "gpqa_diamond", "train"): [{c: f"{c}, {n}\n" for c in COLUMNS} for n in range(7)],
+    ("Idavidrein/gpqa", "gpqa_diamond", "train"): [{c: f"{c}, {n}\n" for c in GPQA_COLUMNS} for n in range(7)],
     **{
         ("cais/mmlu", "all", split): [
             {"question": f"{subject}?", "choices": ["a", "b, c", "d", "e"], "answer": n % 4, "subject": subject}

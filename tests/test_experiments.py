@@ -9,6 +9,7 @@ import importlib
 import itertools
 import json
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -28,12 +29,10 @@ from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError
 from freda.eval.config import load_sweep
 from freda.eval.report.points import Sweep, read_sweep
-from freda.eval.tasks import TASKS
 from freda.folders.model_folder import load_model
 from freda.train import config as configs
 from freda.train.config import RunConfig
-from tests.helpers import method
-from tests.stand_in import write_stand_in
+from tests.helpers import method, write_stand_in
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS, CONFIGS = ROOT / "experiments" / "mini", ROOT / "configs" / "mini"
@@ -252,16 +251,17 @@ def shipping(tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / path for name, path in named.items()}
 
 
-def make_card(shipping: dict[str, Path], *more: str) -> subprocess.CompletedProcess[str]:
+def make_card(shipping: dict[str, Path], *more: str) -> int:
+    """Run card.py as a program; returns its exit status."""
     options = [*more, *(word for name, path in shipping.items() for word in (f"--{name}", str(path)))]
-    return subprocess.run(
-        [sys.executable, str(SCRIPTS / "card.py"), *options], capture_output=True, text=True, timeout=60, check=False
-    )
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+        patch.setattr(sys, "argv", ["card.py", *options])
+        runpy.run_path(str(SCRIPTS / "card.py"), run_name="__main__")
+    return int(left.value.code or 0)
 
 
 def test_the_card_says_what_the_files_say(shipping: dict[str, Path]) -> None:
-    done = make_card(shipping)
-    assert done.returncode == 0, done.stderr
+    assert make_card(shipping) == 0
     text = (shipping["out"] / "README.md").read_text(encoding="utf-8")
     assert "| mathematics | 2,000 | 81.4 | 0.9 | 3.25 | 81.8 |" in text and "| logic | 2,000 | 61.4 |" in text
     assert "1. autoregressive: 2,000 steps, 65.5 M tokens" in text and "2. self-refine: 800 steps, 26.2 M" in text
@@ -270,9 +270,9 @@ def test_the_card_says_what_the_files_say(shipping: dict[str, Path]) -> None:
     assert "of a kind" in text and "123,456 tokens" in text and '"Q: Mia\'s?" --show-drafts' in text and "{" not in text
     settings_in(shipping["out"] / "data", "mini_math")  # freda eval finds its questions there
     assert load_model(shipping["out"]).method.name == "self-refine"
-    assert make_card(shipping).returncode == 2, "what is there is not replaced"
+    assert make_card(shipping) == 2, "what is there is not replaced"
     (shipping["out"] / "README.md").write_text("older", encoding="utf-8")
-    assert make_card(shipping, "--replace").returncode == 0
+    assert make_card(shipping, "--replace") == 0
     assert (shipping["out"] / "README.md").read_text(encoding="utf-8") == text
     assert [path.name for path in shipping["out"].parent.iterdir()] == ["mini"]
 
@@ -287,13 +287,13 @@ def test_a_model_that_is_there_stops_shipping_before_the_work(work: Path) -> Non
     assert {call[0] for call in over} == {"convert", "eval"}
 
 
-def test_a_model_that_int8_harms_is_not_shipped(shipping: dict[str, Path]) -> None:
+def test_a_model_that_int8_harms_is_not_shipped(shipping: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for task in ("mini_math", "mini_code", "mini_logic"):
         path = shipping["evals"] / "int8" / task / "results.json"
         found = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**found, "accuracy": found["accuracy"] - 0.0011}), encoding="utf-8")
-    done = make_card(shipping)
-    assert done.returncode == 2 and "int8 costs 0.51 points" in done.stderr and not shipping["out"].exists()
+    assert make_card(shipping) == 2 and not shipping["out"].exists()
+    assert "int8 costs 0.51 points" in capsys.readouterr().err
 
 
 # -- the tables of the page ------------------------------------------------------------------------------------------
@@ -340,9 +340,10 @@ def test_the_main_numbers_are_those_of_the_points(report: ModuleType) -> None:
     assert f"{sum(map(sum, gains.values())) / 9:+.2f} |" in first
 
 
+@pytest.mark.slow
 def test_groups_and_ablations_are_those_of_the_points(report: ModuleType) -> None:
     tokenizer, found = Tokenizer.load(report.SHIPPED), rights("a")
-    logic, sums = (TASKS[name].examples(report.SHIPPED / "data") for name in ("mini_logic", "mini_math"))
+    logic, sums = (report.questions(name) for name in ("mini_logic", "mini_math"))
     third = [place for place, example in enumerate(logic) if example.group == "walk 3"]
     given = [place for place, example in enumerate(sums) if len(tokenizer.encode(example.prompt)) % 4 == 2]
     systems = ("base", "autoregressive", "block-diffusion", "self-refine", "best-of-n")
@@ -369,7 +370,7 @@ def test_groups_and_ablations_are_those_of_the_points(report: ModuleType) -> Non
 
 
 def test_the_longest_walks_are_those_of_the_points(report: ModuleType) -> None:
-    logic = TASKS["mini_logic"].examples(report.SHIPPED / "data", 0)
+    logic = report.questions("mini_logic")
     row = next(line for line in report.block("walks").splitlines() if line.startswith("| 800 |"))
     for column, system in ((2, "block-diffusion"), (3, "self-refine")):
         ((_, seeds),) = (item for item in rights("a").items() if item[0][:2] == (system, "mini_logic"))

@@ -216,16 +216,14 @@ def test_ten_thousand_random_submits_and_cancels_leave_all_pages_free() -> None:
             one.stored = len(one.clean) - options.get("but", 0)
         return nothing
 
-    def draft_pass(self: Any) -> list[int]:
+    def draft_pass(self: Any) -> dict[int, list[int]]:
         self._forward()
-        return [row for row in range(len(self.sequences)) if rng.random() < 0.5]
+        damaged = {row: list[int]() for row in range(len(self.sequences)) if rng.random() < 0.01}
+        return {row: [0] * self.size for row in range(len(self.sequences)) if rng.random() < 0.5} | damaged
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("freda.decode.batch.RequestBatch._forward", forward)
         patch.setattr("freda.decode.batch.RequestBatch.draft_pass", draft_pass)
-        patch.setattr(
-            "freda.decode.batch.RequestBatch.finite", lambda self: [rng.random() < 0.99 for _ in self.sequences]
-        )
         handles, ends = list[Any](), dict[str, int]()
         begun = time.monotonic()
         for number in range(10_000):

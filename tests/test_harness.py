@@ -24,7 +24,7 @@ from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
 from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
-from freda.eval.report.folder import read_samples
+from freda.eval.report.results import read_samples
 from freda.eval.tasks import TASKS
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.config import ModelConfig

@@ -19,8 +19,7 @@ from freda.folders.model_folder import LoadedModel
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from tests.conftest import BLANK, tiny_model
-from tests.helpers import method
+from tests.helpers import BLANK, method, tiny_model
 
 BLOCKS = ["self-refine", "block-diffusion", "best-of-n"]
 ALL = [*BLOCKS, "autoregressive"]
@@ -331,7 +330,7 @@ def test_flex_is_shown_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load("self-refine")
     loaded.backbone.backend = "flex"
     forwards, _ = watch(loaded, monkeypatch)
-    log_likelihood(loaded, [(words(n, n), words(1 + n % 5, n)) for n in range(4, 250, 10)], batch_tokens=600)
+    log_likelihood(loaded, [(words(n, n), words(1 + n % 5, n)) for n in range(4, 250, 20)], batch_tokens=300)
     assert len(forwards) > 10 and {tokens for _, tokens in forwards} <= {128, 256}
 
 

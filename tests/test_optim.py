@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.train import loop, setup
 from freda.train.config import DataConfig, RunConfig, TrainConfig
-from freda.train.optim import adamw_rates, clip_and_update, make_optimizer, total_norm
+from freda.train.optim import adamw_rates, clip_and_update, learning_rate, make_optimizer, pass_numbers, total_norm
 from freda.train.parallel import Root
 from tests.helpers import method, tiny_model
 
@@ -52,6 +53,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_is_the_librarys_adamw() -> None:
     """In Triton's interpreter, where Triton is installed; on a GPU below."""
     pytest.importorskip("triton")
@@ -255,3 +257,29 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0][0] == pytest.approx(found[1][0], rel=2e-3)
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert ((one - other).norm() / other.norm()).item() < 1e-2
+
+
+def test_passes_are_uniform_and_spread_over_the_groups() -> None:
+    drawn = [pass_numbers(1, step, 6, 3) for step in range(300)]
+    assert all(Counter(counts) == {1: 2, 2: 2, 3: 2} for counts in drawn), "stratified within a step"
+    first = Counter(counts[0] for counts in drawn)
+    assert all(70 < first[t] < 130 for t in (1, 2, 3)), "uniform for each group"
+    few = Counter(t for step in range(900) for t in pass_numbers(1, step, 1, 3))
+    assert all(250 < few[t] < 350 for t in (1, 2, 3)), "also with fewer groups than passes"
+    assert pass_numbers(1, 5, 4, 3) == pass_numbers(1, 5, 4, 3) != pass_numbers(2, 5, 4, 3)
+
+
+def test_learning_rate() -> None:
+    constant = TrainConfig(lr=1.0, warmup_steps=4, steps=20)
+    assert [learning_rate(step, constant) for step in (0, 1, 3, 4, 19)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    cosine = replace(constant, schedule="cosine")
+    rates = [learning_rate(step, cosine) for step in range(4, 20)]
+    assert rates == sorted(rates, reverse=True) and rates[0] == 1.0 and 0.05 < rates[-1] < 0.07
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = tiny_model(qk_norm=False, qkv_bias=True)
+    decayed, left = make_optimizer(Parts(model), TrainConfig()).param_groups
+    assert decayed["weight_decay"] == 0.01 and left["weight_decay"] == 0.0
+    assert all(weight.dim() == 2 for weight in decayed["params"]) and all(w.dim() == 1 for w in left["params"])
+    assert len(decayed["params"]) + len(left["params"]) == len(list(model.parameters()))

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from freda.cli import app, run
-from freda.cli.options import Stop, decode_options
+from freda.cli.app import Stop, decode_options
 from freda.decode.config import DecodeConfig
 
 NAMES = {field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(DecodeConfig)}

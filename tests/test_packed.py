@@ -12,8 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from freda.decode.pages import Pages
-from freda.decode.shapes import BlockTable, ForwardShape
+from freda.decode.pages import BlockTable, ForwardShape, Pages
 from freda.folders import quantize
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
@@ -41,6 +40,7 @@ CASES = [
     ({"heads": 4, "kv_heads": 2}, ForwardShape(4, 4, 1), list(range(0, 200, 20)), [4] * 10),  # many tokens
     ({"kv_heads": 2}, ForwardShape(4, 4, 2), [0, 36], [0, 4]),  # every head has its own keys
 ]
+SLOW = (2, 5, 7)  # cases that have one layer in Triton's interpreter, and two on a GPU like the others
 
 
 def filled_model(device: str, dtype: torch.dtype, **shape: Any) -> Transformer:
@@ -70,6 +70,8 @@ def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, w
     def cut(*of: Any, long: bool) -> pages.Cut:
         return usual(*of, long=long)._replace(**chunk)
 
+    if device == "cpu" and case in SLOW:
+        shape = {**shape, "layers": 1}
     model = filled_model(device, dtype, **shape, tied=not int8)  # a table of its own for the head
     assert fits(model)
     if int8:
@@ -155,7 +157,7 @@ import json, torch
 from tests.test_packed import CASES, SHAPES, check_picks, compare, compare_prefill
 check_picks()
 for shape in SHAPES:
-    assert compare_prefill("cpu", torch.float32, **shape) < 1e-5
+    assert compare_prefill("cpu", torch.float32, layers=1 if shape else 2, **shape) < 1e-5
 cases = [(case, {}) for case in range(len(CASES))]
 cases += [(0, {"int8": True})]  # the rest on a GPU
 cases += [(case, {"whole": True}) for case in (1, 2, 3, 4, 5)]
@@ -163,6 +165,7 @@ print(json.dumps([compare(case, "cpu", torch.float32, **way) for case, way in ca
 """
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     """In fp32 on a CPU, where Triton is installed: equal but for the order of sums."""
     pytest.importorskip("triton")

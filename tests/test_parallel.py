@@ -336,6 +336,7 @@ def test_ranks_verify_a_checkpoint_together(said: list[dict[str, Any]]) -> None:
         assert part["damaged"].startswith("step-4 ") and "step-6 is damaged (optimizer/shard-00001" in part["damaged"]
 
 
+@pytest.mark.slow
 def test_torchrun(folder: Path) -> None:
     """As a user starts it: one answer, one message for all ranks, and SIGTERM saves."""
     file, run = folder / "run.toml", folder / "torchrun"

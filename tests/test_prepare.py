@@ -7,79 +7,24 @@ import json
 import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from freda.data import tasks
 from freda.data.config import CorpusConfig, DocumentsConfig, PrepareConfig, PrepareFile, SourceConfig, load_prepare
 from freda.data.estimate import duration, estimate, plan_lines
-from freda.data.prepare import budgets, next_wave, prepare, prepare_corpus, with_revisions
+from freda.data.prepare import budgets, next_wave, prepare, prepare_corpus
 from freda.data.shards import Documents, Manifest, ShardInfo
 from freda.data.synthetic import problems_of
-from freda.data.tasks import Outcome, Task, Worker
+from freda.data.tasks import Outcome, Task
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.errors import FredaError
+from tests.helpers import WORDS, contents, mixture, mixture_file, sentence, texts, write_source
 
 ROOT = Path(__file__).parent.parent
-WORDS = [
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "river",
-    "stone",
-    "cloud",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "tree",
-    "house",
-    "walks",
-    "talks",
-    "sings",
-]
-
-
-def sentence(generator: random.Random, words: int) -> str:
-    return " ".join(generator.choices(WORDS, k=words)) + "."
-
-
-def write_source(path: Path, documents: int, seed: int = 0, words: int = 30) -> None:
-    generator = random.Random(seed)
-    lines = [json.dumps({"text": f"{n} " + sentence(generator, generator.randint(1, words))}) for n in range(documents)]
-    path.write_text("\n".join(lines) + "\n")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for number, name in enumerate(("one", "two")):
-        write_source(tmp_path / f"{name}.jsonl", 150, number)
-    return tmp_path
-
-
-def mixture(**settings: Any) -> PrepareFile:
-    values = {"vocab_size": 300, "parts": 3, "validation_share": 0.1, **settings}
-    sources = {"one": SourceConfig(path="one.jsonl", share=3.0), "two": SourceConfig(path="two.jsonl", share=1.0)}
-    return PrepareFile(prepare=PrepareConfig(**values), source=sources)
-
-
-def texts(folder: Path, split: str = "train") -> list[str]:
-    manifest, tokenizer = Manifest.read(folder), Tokenizer.load(folder)
-    documents = Documents(folder, split, manifest)
-    return [tokenizer.decode(documents.document(index).tolist()) for index in range(len(documents))]
 
 
 # -- the whole -------------------------------------------------------------------------------------------------------
@@ -129,15 +74,13 @@ def test_the_same_bytes_whatever_the_number_of_processes(root: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_under_torchrun(root: Path) -> None:
     """The engine for many machines, here with two processes on one."""
-    (root / "mix.toml").write_text(
-        '[prepare]\nvocab_size = 300\nparts = 3\ntokens = 6000\nvalidation_share = 0.1\n'
-        '[source.one]\npath = "one.jsonl"\nshare = 3\n[source.two]\npath = "two.jsonl"\n'
-    )  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "freda", "prepare"]
-    command += [str(root / "mix.toml"), str(root / "many"), "--data", str(root), "--workers", "1"]
+    command += [str(mixture_file(root, parts=3, tokens=6000)), str(root / "many")]
+    command += ["--data", str(root), "--workers", "1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("train: ") == 1, "one process speaks"
@@ -194,21 +137,21 @@ def test_waves() -> None:
     """What is planned follows from what is done: shares, then gaps, then another epoch, then dry."""
     first, word = next_wave("s", 100, 2, 3, [])
     assert first == [Task("s", part, 0, 0, 0, 34) for part in range(3)] and not word
-    wave = dict(zip(first, [outcome(40, 5, False), outcome(10, 2, True), outcome(34, 9, False)], strict=True))
-    second, _ = next_wave("s", 100, 2, 3, [wave])
+    wave = list(zip(first, [outcome(40, 5, False), outcome(10, 2, True), outcome(34, 9, False)], strict=True))
+    second, _ = next_wave("s", 100, 2, 3, wave)
     assert second == [Task("s", 0, 1, 0, 5, 8), Task("s", 2, 1, 0, 9, 8)], "the others fill the gap, where they were"
-    dry = dict(zip(second, [outcome(3, 6, True), outcome(2, 10, True)], strict=True))
-    third, _ = next_wave("s", 100, 2, 3, [wave, dry])
+    dry = list(zip(second, [outcome(3, 6, True), outcome(2, 10, True)], strict=True))
+    third, _ = next_wave("s", 100, 2, 3, [*wave, *dry])
     assert third == [Task("s", part, 2, 1, 0, 4) for part in range(3)], "another epoch, from the start"
-    last = dict(zip(third, [outcome(1, 1, True)] * 3, strict=True))
-    assert next_wave("s", 100, 2, 3, [wave, dry, last]) == (
+    last = list(zip(third, [outcome(1, 1, True)] * 3, strict=True))
+    assert next_wave("s", 100, 2, 3, [*wave, *dry, *last]) == (
         [],
         "source.s ran dry: 92 of 100 tokens after 2 epochs; 3 epochs would do",
     )
-    assert next_wave("s", 89, 2, 3, [wave, dry]) == ([], ""), "enough"
-    assert next_wave("s", 0, 9, 3, [wave]) == ([], ""), "0 takes all there is, once"
-    nothing = dict(zip(first, [outcome(0, 4, True)] * 3, strict=True))
-    assert next_wave("s", 100, 9, 3, [nothing])[1] == "source.s ran dry: 0 of 100 tokens after 1 epochs"
+    assert next_wave("s", 89, 2, 3, [*wave, *dry]) == ([], ""), "enough"
+    assert next_wave("s", 0, 9, 3, wave) == ([], ""), "0 takes all there is, once"
+    nothing = list(zip(first, [outcome(0, 4, True)] * 3, strict=True))
+    assert next_wave("s", 100, 9, 3, nothing)[1] == "source.s ran dry: 0 of 100 tokens after 1 epochs"
 
 
 # -- what is dropped -------------------------------------------------------------------------------------------------
@@ -280,318 +223,6 @@ def test_tokens_of_datatrove_become_shards(root: Path) -> None:
     np.array([400] * len(ids), "<u4").tofile(root / "a.ds")
     with pytest.raises(FredaError, match="holds id 400, the tokenizer ends at"):
         prepare(config, root / "other", root=root)
-
-
-# -- stopping and going on -------------------------------------------------------------------------------------------
-
-
-def test_again_does_nothing_and_another_corpus_is_refused(root: Path) -> None:
-    config = mixture(tokens=6000)
-    manifest = prepare(config, root / "out", root=root)
-    stamps = {path.name: path.stat().st_mtime_ns for path in (root / "out").iterdir()}
-    assert prepare(config, root / "out", root=root) == manifest
-    assert {path.name: path.stat().st_mtime_ns for path in (root / "out").iterdir()} == stamps
-    with pytest.raises(FredaError, match=r"another corpus: prepare.tokens 6000 \(now 7000\); choose another"):
-        prepare(mixture(tokens=7000), root / "out", root=root)
-    write_source(root / "two.jsonl", 10)
-    with pytest.raises(FredaError, match=r"another corpus: source.two.bytes \d+ \(now \d+\)"):
-        prepare(config, root / "out", root=root)
-
-
-@pytest.mark.parametrize("kill_after", [1, 3, 5])
-def test_a_failed_run_goes_on_with_the_same_bytes(root: Path, kill_after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, calls = mixture(tokens=6000), []
-    write = Worker._write
-
-    def failing(self: Worker, task: Task) -> Outcome:
-        calls.append(task)
-        if len(calls) == kill_after:
-            raise KeyboardInterrupt
-        return write(self, task)
-
-    monkeypatch.setattr(Worker, "_write", failing)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(config, root / "killed", root=root)
-    with pytest.raises(FredaError, match="half written"):
-        Manifest.read(root / "killed")
-    begun = len(calls)
-    prepare(config, root / "killed", root=root)
-    assert not set(calls[begun:]) & set(calls[: kill_after - 1]), "finished tasks are not done again"
-    monkeypatch.undo()
-    prepare(config, root / "whole", root=root)
-    assert contents(root / "killed") == contents(root / "whole")
-
-
-def test_killed_without_mercy(root: Path) -> None:
-    """SIGKILL at random moments; each new run goes on; the end is that of a run left in peace."""
-    write_source(root / "one.jsonl", 4000)
-    code = (
-        "import sys; from pathlib import Path; from tests.test_prepare import mixture; "
-        "from freda.data.prepare import prepare; prepare(mixture(parts=6), Path(sys.argv[1]), root=Path(sys.argv[2]))"
-    )
-    command = [sys.executable, "-c", code, str(root / "killed"), str(root)]
-    generator, kills = random.Random(1), 0
-    for _ in range(30):
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        try:
-            process.wait(generator.uniform(0.3, 1.2) if kills < 4 else 60)
-            break
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-    assert kills and process.returncode == 0
-    prepare(mixture(parts=6), root / "whole", root=root)
-    assert contents(root / "killed") == contents(root / "whole")
-
-
-def test_changed_settings_do_not_reuse_what_depends_on_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> Manifest:
-        raise KeyboardInterrupt
-
-    for change in ({"align": 16}, {"validation_share": 0.3}, {"longest": 100}):
-        with monkeypatch.context() as patch:
-            patch.setattr("freda.data.prepare._finish", stop)
-            with pytest.raises(KeyboardInterrupt):
-                prepare(mixture(), root / "changed", root=root)
-        prepare(mixture(**change), root / "changed", root=root)
-        prepare(mixture(**change), root / "fresh", root=root)
-        assert contents(root / "changed") == contents(root / "fresh"), change
-        for name in ("changed", "fresh"):
-            subprocess.run(["rm", "-r", str(root / name)], check=True)
-
-
-def test_a_source_that_changed_meanwhile_is_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> Manifest:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("freda.data.prepare._finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(mixture(), root / "out", root=root)
-    text = (root / "one.jsonl").read_text()
-    time.sleep(0.01)
-    (root / "one.jsonl").write_text(text.replace("alpha", "omega"))  # of the same size
-    prepare(mixture(), root / "out", root=root)
-    assert any("omega" in text for text in texts(root / "out"))
-
-
-def interrupted(config: PrepareFile, out: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything but the end."""
-
-    def stop(*_: object) -> Manifest:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("freda.data.prepare._finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config, out, root=root)
-
-
-def test_files_beside_ours_stay(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stale shards go by our own records, not by their names."""
-    interrupted(mixture(parts=5), root / "out", root, monkeypatch)
-    (root / "out" / "train-notes.txt").write_text("mine")
-    prepare(mixture(parts=2), root / "out", root=root)
-    names = {path.name for path in (root / "out").iterdir()}
-    assert "train-notes.txt" in names and "train-one-00003.bin" not in names
-
-
-def test_a_failed_try_does_not_leave_records_of_shards_that_changed(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(mixture(), root / "out", root, monkeypatch)
-    wrong = {"one": SourceConfig(path="one.jsonl", share=3.0, field="txt"), "two": mixture().source["two"]}
-    with pytest.raises(FredaError, match="cannot be read"):
-        prepare(dataclasses.replace(mixture(), source=wrong), root / "out", root=root)
-    (root / "out" / "train-two-00001.bin").unlink()  # and somebody removes one
-    prepare(mixture(), root / "out", root=root)
-    prepare(mixture(), root / "whole", root=root)
-    assert contents(root / "out") == contents(root / "whole")
-
-
-def test_a_new_tokenizer_is_learned_when_what_it_is_learned_from_changes(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(mixture(), root / "out", root, monkeypatch)
-    assert prepare(mixture(vocab_size=290), root / "out", root=root).blank_id == 289
-    interrupted(mixture(), root / "broken", root, monkeypatch)
-    (root / "broken" / tasks.WORK / "tokenizer_config.json").write_text("")
-    (root / "broken" / tasks.WORK / "tokenizer.key").unlink()
-    prepare(mixture(), root / "broken", root=root)
-
-
-def with_exam(root: Path, question: str) -> PrepareFile:
-    (root / "exam.jsonl").write_text(json.dumps({"question": question}))
-    exam = DocumentsConfig(path="exam.jsonl", field="question")
-    return dataclasses.replace(mixture(), benchmark={"exam": exam})
-
-
-def test_tasks_depend_on_all_that_changes_their_shards(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = train_tokenizer(WORDS, 300)
-    tokenizer.save(root / "tokenizer")
-    named = dataclasses.replace(mixture(), prepare=dataclasses.replace(mixture().prepare, tokenizer="tokenizer"))
-    interrupted(named, root / "eos", root, monkeypatch)
-    settings = json.loads((root / "tokenizer" / "tokenizer_config.json").read_text())
-    settings |= {"eos_token": "a", "stop_tokens": ["a"]}
-    (root / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
-    manifest = prepare(named, root / "eos", root=root)
-    assert Documents(root / "eos", "train", manifest).document(0)[-1] == manifest.eos_id != tokenizer.eos_id
-    interrupted(named, root / "other", root, monkeypatch)
-    train_tokenizer([*WORDS, "omega omega"], 300).save(root / "tokenizer")
-    again = prepare(named, root / "other", root=root)
-    assert again.tokenizer == open_tokenizer(root / "tokenizer").fingerprint
-    assert all("\ufffd" not in text for text in texts(root / "other"))
-    lines = [json.loads(line)["text"] for line in (root / "one.jsonl").read_text().splitlines()]
-    found = next(line for line in lines if len(line.split()) > 14)
-    interrupted(with_exam(root, "x" * len(found)), root / "exam", root, monkeypatch)
-    time.sleep(0.01)
-    assert prepare(with_exam(root, found), root / "exam", root=root).dropped == {"one": {"contaminated by exam": 1}}
-
-
-def test_what_was_left_by_a_kill_at_the_very_end_is_cleaned_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("freda.data.prepare._clean_up", lambda *_: None)
-        prepare(mixture(), root / "out", root=root)
-    assert (root / "out" / tasks.WORK).is_dir()
-    prepare(mixture(), root / "out", root=root)
-    assert not (root / "out" / tasks.WORK).exists()
-    (root / "out" / "train-one-00000.bin").write_bytes(b"")
-    with pytest.raises(FredaError, match=r"train-one-00000\.bin has 0 bytes"):
-        prepare(mixture(), root / "out", root=root)
-
-
-def test_nothing_useful_in_a_source_is_an_error_and_one_broken_line_is_not(root: Path) -> None:
-    (root / "one.jsonl").write_text("\n".join(['{"text": "fine"}'] * 7 + ["{broken"]))
-    assert prepare(mixture(parts=8), root / "out", root=root).dropped == {"one": {"not JSON": 1}}
-    (root / "one.jsonl").write_text('{"body": "x"}\n' * 3)
-    with pytest.raises(FredaError, match=r"one: none of its 3 records can be used, first .*one.jsonl:1: no field"):
-        prepare(mixture(parts=8), root / "none", root=root)
-
-
-def test_dropped_documents_are_counted_once_however_often_they_are_read(root: Path) -> None:
-    with open(root / "one.jsonl", "a") as file:
-        file.write('{"text": " "}\n')
-    config = mixture(tokens=60_000)
-    more = {name: dataclasses.replace(source, epochs=9) for name, source in config.source.items()}
-    assert prepare(dataclasses.replace(config, source=more), root / "out", root=root).dropped == {"one": {"empty": 1}}
-
-
-def test_a_part_goes_on_where_it_was(root: Path) -> None:
-    """A part of short documents runs dry; the others fill the gap with documents that they have not written yet."""
-    generator = random.Random(3)
-    lines = [json.dumps({"text": f"{n} " + sentence(generator, 1 if n % 3 == 0 else 40)}) for n in range(60)]
-    (root / "two.jsonl").write_text("\n".join(lines))
-    config = PrepareFile(
-        prepare=PrepareConfig(vocab_size=300, parts=3, validation_share=0.0, tokens=2400),
-        source={"two": SourceConfig(path="two.jsonl")},
-    )
-    manifest = prepare(config, root / "out", root=root)
-    assert any(shard.name.endswith("-1") for shard in manifest.splits["train"].shards), "there was a second wave"
-    found = texts(root / "out")
-    assert len(found) == len(set(found)) and manifest.splits["train"].tokens >= 2400
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is signalled by Linux")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_worker_outlives_its_parent(root: Path, number: signal.Signals) -> None:
-    write_source(root / "one.jsonl", 30_000)
-    code = (
-        "import sys; from pathlib import Path; from tests.test_prepare import mixture; "
-        "from freda.data.prepare import prepare\n"
-        "if __name__ == '__main__':\n prepare(mixture(), Path(sys.argv[1]), root=Path(sys.argv[2]), workers=2)"
-    )
-    (root / "run.py").write_text(code)
-    process = subprocess.Popen(
-        [sys.executable, str(root / "run.py"), str(root / "out"), str(root)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-    )
-    deadline = time.monotonic() + 60
-    while not list((root / "out").glob("*.part")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(number)
-    process.wait(30)
-    workers = [pid for pid in children if "spawn_main" in command_of(pid)]
-    while any("spawn_main" in command_of(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert children and not [pid for pid in workers if "spawn_main" in command_of(pid)]
-
-
-def command_of(pid: str) -> str:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return "" if state == "Z" else Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
-def test_a_killed_worker_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "__reduce__", lambda self: (os._exit, (1,)), raising=False)
-    with pytest.raises(FredaError, match=r"killed.*--workers"):
-        prepare(mixture(), root / "out", root=root, workers=2)
-    alive = [child.pid for child in multiprocessing.active_children() if "spawn_main" in command_of(str(child.pid))]
-    assert not alive  # a child that two threads have waited for may be listed, though it is gone
-
-
-def test_datasets_of_the_hub_are_pinned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def newest(name: str) -> str:
-        asked.append(name)
-        return "abc123"
-
-    monkeypatch.setattr("freda.data.prepare.newest_commit", newest)
-    config = PrepareFile(source={"web": SourceConfig(kind="huggingface", path="some/dataset")})
-    (root / "out" / tasks.WORK).mkdir(parents=True)
-    assert with_revisions(config, root / "out").source["web"].revision == "abc123"
-    assert with_revisions(config, root / "out").source["web"].revision == "abc123"
-    assert asked == ["some/dataset"], "a run that goes on asks once"
-    known = {"source.web": {"revision": "old"}}
-    assert with_revisions(config, root / "nowhere", known=known).source["web"].revision == "old"
-    local = PrepareFile(source={"web": SourceConfig(kind="huggingface", path=str(root))})
-    assert with_revisions(local, root / "out").source["web"].revision == ""
-
-
-def test_two_processes_on_one_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def meet(*_: object) -> Mapping[str, object]:
-        prepare(mixture(), root / "out", root=root)
-        raise AssertionError("both write")
-
-    monkeypatch.setattr("freda.data.prepare._all_waves", meet)
-    with pytest.raises(FredaError, match=r"another process is writing .*out; wait"):
-        prepare(mixture(), root / "out", root=root)
-
-
-def test_a_full_disk_leaves_what_is_finished(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, count = tasks.ShardWriter.add, [0]
-
-    def full(self: Any, ids: Any) -> None:
-        count[0] += 1
-        if count[0] == 120:
-            raise OSError(28, "No space left on device")
-        add(self, ids)
-
-    monkeypatch.setattr(tasks.ShardWriter, "add", full)
-    with pytest.raises(FredaError, match=r"No space left on device: .*what is finished is kept"):
-        prepare(mixture(), root / "out", root=root)
-    assert (root / "out" / tasks.WORK / "one-00000.json").exists()
-    prepare(mixture(), root / "out", root=root)
-    prepare(mixture(), root / "whole", root=root)
-    assert contents(root / "out") == contents(root / "whole")
-
-
-@pytest.mark.parametrize("names", [["notes.txt"], ["train.bin", "notes.txt"], ["tokenizer.json"], ["work"]])
-def test_nothing_of_others_is_overwritten(root: Path, names: list[str]) -> None:
-    (root / "out").mkdir()
-    for name in names:
-        (root / "out" / name).write_text("mine")
-    with pytest.raises(FredaError, match=r"is in use .*choose another folder"):
-        prepare(mixture(), root / "out", root=root)
-    assert contents(root / "out") == {name: b"mine" for name in names}
-    with pytest.raises(FredaError, match="is a file; name a folder"):
-        prepare(mixture(), root / "one.jsonl", root=root)
 
 
 # -- validation documents ----------------------------------------------------------------------------------------------

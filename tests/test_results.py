@@ -21,17 +21,16 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError
 from freda.eval.command import progress
 from freda.eval.evaluate import evaluate, fingerprint, result_line
-from freda.eval.report.compare import compare, wilson
-from freda.eval.report.folder import read_samples
+from freda.eval.report.results import compare, read_samples, wilson
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS, math500
-from freda.eval.tasks.gpqa import COLUMNS
+from freda.eval.tasks import TASKS, mathematics
+from freda.eval.tasks.multiple_choice import GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows
 from freda.files import locked
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.conftest import answering_model
+from tests.helpers import answering_model
 
 SUMS = TASKS["sums"]
 SHORT = DecodeConfig(max_new_tokens=9, passes=2, threshold=0.3)
@@ -136,7 +135,7 @@ def test_rows_without_their_fields_are_refused(tmp_path: Path) -> None:
         (tmp_path / "mmlu" / "test" / "x_test.csv").write_text(f"q,1,2,3,4,{letter}\n")
         with pytest.raises(FredaError, match="question 1 is not a question, four options and a letter"):
             TASKS["mmlu"].load(tmp_path, 1)
-    (tmp_path / "gpqa" / "gpqa_diamond.csv").write_text(",".join(COLUMNS) + "\nq,1,2,3,4\nq,1,2\n")
+    (tmp_path / "gpqa" / "gpqa_diamond.csv").write_text(",".join(GPQA_COLUMNS) + "\nq,1,2,3,4\nq,1,2\n")
     with pytest.raises(FredaError, match="question 2 is not a question and four answers"):
         TASKS["gpqa_diamond"].load(tmp_path, 2)
     row = {"task_id": 2, "text": "x", "code": "x", "test_list": [], "test_setup_code": ""}
@@ -181,9 +180,9 @@ def test_the_settings_of_the_benchmarks_are_the_papers_and_change_with_intent_on
 
 def test_math_verify_is_asked_in_its_order_and_the_first_final_answer_counts() -> None:
     pytest.importorskip("math_verify")
-    assert math500.same("1<x<2", "(1,2)") and not math500.same("(1,2)", "1<x<2")
+    assert mathematics.same("1<x<2", "(1,2)") and not mathematics.same("(1,2)", "1<x<2")
     text = "The final answer is $2$. I hope it is correct. The final answer is $3$. I hope it is correct."
-    assert math500.answer_of(text) == "$2$"
+    assert mathematics.answer_of(text) == "$2$"
 
 
 # -- two of them -----------------------------------------------------------------------------------------------------
@@ -267,7 +266,7 @@ def test_a_score_made_of_errors_is_an_error(
 def test_a_missing_grader_is_reported_before_anything_is_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(math500, "find_spec", lambda name: None)
+    monkeypatch.setattr(mathematics, "find_spec", lambda name: None)
     for use in (TASKS["math500"].examples, lambda data: self_check(TASKS["math500"], data)):
         with pytest.raises(FredaError, match=r"math-verify.*freda\[eval\]"):
             use(tmp_path)

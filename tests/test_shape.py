@@ -56,7 +56,6 @@ MANY_PARAMETERS = {
 }
 DEEP: dict[str, int] = {}
 WRONG_WAY = {  # (file, module that it imports against the order of ROOMS)
-    ("eval/tasks/code.py", "freda.eval.sandbox"),
     ("model/kernels/staircase.py", "freda.model.staircase"),
 }
 

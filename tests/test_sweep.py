@@ -28,8 +28,7 @@ from freda.eval.tasks.task import Example, checksum
 from freda.eval.teacher_forcing import solution_batch, stability
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.model.scorer import Scorer
-from tests.conftest import answering_model
-from tests.helpers import init_weights
+from tests.helpers import answering_model, init_weights
 
 SYSTEM = SystemConfig(models=("x",))
 OWN = Setting(4, 0.9, 4, 0.1)
@@ -231,7 +230,7 @@ def test_drawing_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from freda.cli import run; "
         f"assert run(['sweep', '--draw', {str(source)!r}, '--out', {str(tmp_path)!r}]) == 0; "
-        "import freda.eval.report.compare; sys.exit('torch' in sys.modules)"
+        "import freda.eval.report.results; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
     assert (tmp_path / "main.md").is_file() and (tmp_path / "pareto.svg").is_file()

@@ -18,6 +18,8 @@ from freda.eval.report.figures import draw, look_of, passes_figure
 from freda.eval.report.points import NEVER, WITHOUT_AXES, Decoding, Point, Score, Setting, Sweep, settings_of
 from freda.eval.report.tables import (
     TABLES,
+    as_csv,
+    as_markdown,
     envelope,
     main_table,
     pareto_table,
@@ -28,7 +30,6 @@ from freda.eval.report.tables import (
     tau_table,
     width_table,
 )
-from freda.eval.report.write import as_csv, as_markdown
 
 SYSTEM = SystemConfig(models=("x",))
 

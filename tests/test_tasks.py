@@ -6,8 +6,6 @@ import csv
 import dataclasses
 import gzip
 import json
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -20,18 +18,17 @@ from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
-from freda.decode.stops import cut_at_stop
+from freda.decode.request import cut_at_stop
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
-from freda.eval.sandbox import Verdict
 from freda.eval.selfcheck import self_check
-from freda.eval.tasks import TASKS, code, gsm8k, math500
-from freda.eval.tasks.gpqa import COLUMNS
-from freda.eval.tasks.letters import CHOICES
+from freda.eval.tasks import TASKS, mathematics
+from freda.eval.tasks.multiple_choice import CHOICES, GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
 from freda.folders.model_folder import LoadedModel, save_model
 from tests.benchmarks import resize
-from tests.conftest import answering_model
+from tests.graders import die_of_seven, hang_on_seven
+from tests.helpers import answering_model
 
 QUESTIONS = [
     {"question": "Ben has 3 boats and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7 boats.\n#### 7"},
@@ -91,7 +88,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "gpqa").mkdir()
     with open(tmp_path / "gpqa" / "gpqa_diamond.csv", "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["Id", *COLUMNS])
+        table.writerow(["Id", *GPQA_COLUMNS])
         table.writerows([[n, f"Question {n}?", f"right {n}", "wrong a", "wrong b", "wrong c"] for n in range(25)])
     corpus = {"generator": 1, **dataclasses.asdict(CorpusConfig(steps=2, max_number=60))}
     mini = {"generator": GENERATORS["mini_math"].version, **dataclasses.asdict(MiniConfig())}
@@ -109,10 +106,11 @@ def test_gsm8k_prompts_and_references(data: Path) -> None:
     )
     assert "What is 3 + 1?" in examples[0].prompt and "What is 4 + 1?" not in examples[0].prompt
     for example in examples:
-        text = gsm8k.reference(example)
+        text = mathematics.gsm8k_reference(example)
         assert "<<" not in text
-        assert gsm8k.grade(example, text).correct and gsm8k.grade(example, text).also == {"flexible": True}
-        assert not gsm8k.grade(example, " The answer is 12345.").correct
+        graded = mathematics.grade_gsm8k(example, text)
+        assert graded.correct and graded.also == {"flexible": True}
+        assert not mathematics.grade_gsm8k(example, " The answer is 12345.").correct
 
 
 @pytest.mark.parametrize(
@@ -134,14 +132,15 @@ def test_gsm8k_prompts_and_references(data: Path) -> None:
 )
 def test_gsm8k_answers(text: str, strict: bool, flexible: bool) -> None:
     example = Example("x", "", "7", {})
-    assert (gsm8k.grade(example, text).correct, gsm8k.grade(example, text).also["flexible"]) == (strict, flexible)
-    assert strict or gsm8k.grade(example, text).reason != "right"
+    graded = mathematics.grade_gsm8k(example, text)
+    assert (graded.correct, graded.also["flexible"]) == (strict, flexible)
+    assert strict or graded.reason != "right"
 
 
 def test_numbers_are_compared_exactly() -> None:
-    assert gsm8k.same_number("1,200", "1200.0") and gsm8k.same_number("0.50", ".5")
-    assert not gsm8k.same_number("9007199254740993", "9007199254740992"), "equal as floats"
-    assert not gsm8k.same_number("1.2.3", "1")
+    assert mathematics.same_number("1,200", "1200.0") and mathematics.same_number("0.50", ".5")
+    assert not mathematics.same_number("9007199254740993", "9007199254740992"), "equal as floats"
+    assert not mathematics.same_number("1.2.3", "1")
 
 
 def test_mmlu_prompts_and_letters(data: Path) -> None:
@@ -167,7 +166,7 @@ def test_mmlu_prompts_and_letters(data: Path) -> None:
 def test_math_answers(data: Path) -> None:
     half, price, interval = TASKS["math500"].examples(data)
     assert half.prompt.count("Problem:") == 5 and half.prompt.endswith("Problem:\nHalf of one?\n\nSolution:")
-    for example, text, right in (
+    cases = (
         (half, "The final answer is $0.5$. I hope it is correct.", True),
         (half, "We get $\\boxed{\\frac{2}{4}}$ in the end", True),
         (half, "Final Answer: The final answer is $\\frac12$", True),
@@ -178,36 +177,24 @@ def test_math_answers(data: Path) -> None:
         (price, "The final answer is $32348$. I hope it is correct.", True),
         (interval, "The final answer is $(-\\infty,3]$. I hope it is correct.", True),
         (interval, "The final answer is $(-\\infty,3)$. I hope it is correct.", False),
-    ):
-        graded = math500.grade_all([example], [text])[0]
-        assert graded.correct == right, (text[:60], graded)
+    )
+    graded = mathematics.grade_math500([example for example, _, _ in cases], [text for _, text, _ in cases])
+    for (_, text, right), found in zip(cases, graded, strict=True):
+        assert found.correct == right, (text[:60], found)
 
 
+@pytest.mark.slow
 def test_a_grader_that_hangs_is_given_up(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math500, "SECONDS", 4)
-    monkeypatch.setattr(math500, "same", hang_on_seven)
+    monkeypatch.setattr(mathematics, "SECONDS", 2)
+    monkeypatch.setattr(mathematics, "same", hang_on_seven)
     example = TASKS["math500"].examples(data)[0]
     answers = ["The final answer is $5$.", "The final answer is $7$.", "The final answer is $5$."]
-    graded = math500.grade_all([example] * 3, answers)
+    graded = mathematics.grade_math500([example] * 3, answers)
     assert [one.correct for one in graded] == [True, False, True]
-    assert graded[1].reason == "the grader failed, or gave up after 4 s"
-    monkeypatch.setattr(math500, "same", die_of_seven)  # and what ends its process, or fails, ends no run
-    assert [one.correct for one in math500.grade_all([example] * 3, answers)] == [True, False, True]
-    assert math500.in_workers(die_of_seven, [("1", "x"), ("1", "5")]) == [None, True]
-
-
-def die_of_seven(gold: str, answer: str) -> bool:
-    if "7" in answer:
-        os._exit(3)
-    if answer == "x":
-        raise RecursionError("too deep")
-    return True
-
-
-def hang_on_seven(gold: str, answer: str) -> bool:
-    while "7" in answer:
-        time.sleep(0.1)
-    return True
+    assert graded[1].reason == "the grader failed, or gave up after 2 s"
+    monkeypatch.setattr(mathematics, "same", die_of_seven)  # and what ends its process, or fails, ends no run
+    assert [one.correct for one in mathematics.grade_math500([example] * 3, answers)] == [True, False, True]
+    assert mathematics.in_workers(die_of_seven, [("1", "x"), ("1", "5")]) == [None, True]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -248,7 +235,7 @@ def test_a_guess_must_be_right_as_often_as_guessing_is(data: Path, monkeypatch: 
 
 
 def test_a_wrong_grader_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gsm8k, "same_number", lambda one, other: False)
+    monkeypatch.setattr(mathematics, "same_number", lambda one, other: False)
     found = self_check(TASKS["gsm8k"], data)
     assert not found.passed and found.references == 0 and found.failures[0].startswith("gsm8k/0: 7 is not 7")
     kind = one_by_one(lambda example, text: Graded(True, "right", ""))
@@ -435,23 +422,3 @@ def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pyt
     ):
         assert run(arguments) == 2
         assert message in capsys.readouterr().err
-
-
-def test_the_same_program_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts by the clock are asked for again."""
-    ran: list[tuple[str, str]] = []
-
-    def run_many(jobs: list[tuple[str, str]]) -> list[Verdict]:
-        ran.extend(jobs)
-        return [Verdict("right" in job[0], "time out after 1 s" if "slow" in job[0] else "x", 0.0, "") for job in jobs]
-
-    monkeypatch.setattr(code, "run_many", run_many)
-    monkeypatch.setattr(code, "_KNOWN", {})
-    examples, executed = [Example(str(n), "", "", {}) for n in range(4)], code.executed(lambda row, text: (text, "t"))
-    for _ in range(2):
-        made = executed(examples, ["right", "slow", "right", "wrong"])
-        assert [one.correct for one in made] == [True, False, True, False]
-    assert [program for program, _ in ran] == ["right", "slow", "wrong", "slow"]
-    monkeypatch.setattr(code, "MOST_KNOWN", 2)
-    executed(examples[:1], ["new"])
-    assert list(code._KNOWN) == [("new", "t")]

@@ -1,4 +1,8 @@
-"""A method is one class and one line of `METHODS`: a toy one is configured, trained, resumed, planned and decoded."""
+"""A method is one class and one line of `METHODS`.
+
+A toy method is configured, trained, resumed, planned, decoded by the reference loop and by the engine, evaluated, swept
+and measured, and no file of the package knows it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from freda.cli import run
 from freda.data.loader import Batch, Loader
+from freda.decode.api import Model
+from freda.decode.config import EngineConfig
 from freda.decode.generate import generate
 from freda.decode.request import Output, Pass, Request
 from freda.errors import FredaError, require
@@ -32,7 +39,8 @@ from freda.train import loop
 from freda.train.config import RunConfig
 from freda.train.loop import Result
 from freda.train.plan import flops_as, plan_lines
-from tests.helpers import small_run
+from tests.benchmarks import resize
+from tests.helpers import PlainBackend, alone, small_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,3 +205,70 @@ def test_it_is_planned_with_its_own_arithmetic(trained: tuple[Path, RunConfig, R
     lines = plan_lines(config, gpus=1, tflops=0, shape_name="qwen3-4b")
     step = next(line for line in lines if line.startswith("step"))
     assert flops_as(own) in step and flops_as(usual) not in step
+
+
+# -- the engine and the commands ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_engine_decodes_it_as_the_reference_loop_does(
+    loaded: LoadedModel, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = lambda network, pages, *, int8: PlainBackend(network, pages)  # noqa: E731
+    monkeypatch.setattr("freda.decode.engine._packed_model", backend)
+    model = Model(loaded, EngineConfig(max_batch=2, on_device=on_device))
+    asked = [*requests(), replace(requests()[0], method="self-refine"), replace(requests()[1], passes=1)]
+    handles = [model.engine.submit(request) for request in asked]
+    for handle, request in zip(handles, asked, strict=True):
+        output = handle.result()
+        assert (output.tokens, output.nfe, output.finish) == alone(loaded, request)
+    streamed = [event.tokens for event in model.engine.submit(asked[0])]
+    assert [token for tokens in streamed for token in tokens] == alone(loaded, asked[0])[0] and len(streamed) > 1
+
+
+def test_generate_and_eval(
+    trained: tuple[Path, RunConfig, Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, config, _ = trained
+    assert run(["generate", str(folder), "Q: Tom", "--max-new-tokens", "8", "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["method"] == "leftward"
+    resize(monkeypatch, sums=6)
+    place = ["--data", config.data.path, "--out", str(tmp_path / "eval"), "--device", "cpu"]
+    assert run(["eval", str(folder), "--task", "sums", *place, "--max-new-tokens", "8"]) == 0
+    found = json.loads((tmp_path / "eval" / "sums" / "results.json").read_text())
+    assert (found["method"], found["block_size"], found["reveal"], found["n"]) == ("leftward", 4, 3, 6)
+    assert 0 < found["tpf"] <= 4 and found["errors"] == 0
+
+
+def test_sweep(trained: tuple[Path, RunConfig, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, config, _ = trained
+    resize(monkeypatch, sums=4)
+    sweep = '[sweep]\ntasks = ["sums"]\nparts = ["main", "passes"]\npasses = [1, 2]\nmax_new_tokens = 8\n'
+    (tmp_path / "sweep.toml").write_text(f'{sweep}[system.toy]\nmodels = ["{folder}"]\n')
+    place = ["--data", config.data.path, "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert run(["sweep", str(tmp_path / "sweep.toml"), *place]) == 0
+    content = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert content["systems"]["toy"]["method"] == "leftward"
+    assert len(content["points"]) == len({json.dumps(point["setting"]) for point in content["points"]}) > 1
+    assert (tmp_path / "out" / "passes.csv").is_file()
+
+
+def test_bench(
+    trained: tuple[Path, RunConfig, Result], tmp_path: Path, rates_once: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, last = (
+        tmp_path / "bench.json",
+        ["--device", "cpu", "--method", "leftward", "--out", str(tmp_path / "bench.json")],
+    )
+    assert run(["bench", "train", "--shape", "tiny", "--rows", "1", "--seq-len", "32", "--passes", "1", *last]) == 0
+    (row,) = json.loads(out.read_text())["steps"]
+    expected = Leftward().flops(SHAPES["tiny"], 32, visible_pairs([32], 4), 1)
+    assert row["tflops"] == pytest.approx(expected / 1e12)
+    sizes = ["--context", "8", "--new-tokens", "8", "--passes", "4"]
+    for model in ("tiny", str(trained[0])):
+        assert run(["bench", "decode", model, *sizes, *last]) == 0
+        (row,) = json.loads(out.read_text())["rows"]
+        assert row["what"].endswith("leftward") and row["tpf"] == pytest.approx(2.0), "two passes for a block of 4"

@@ -15,10 +15,12 @@ from pathlib import Path
 
 from freda.data.tokenizer import Tokenizer
 from freda.errors import require
+from freda.eval.report.figures import draw_sweep
 from freda.eval.report.points import OVERALL, Setting, Sweep, read_sweep
 from freda.eval.report.tables import (
     Cell,
     Table,
+    as_markdown,
     interval,
     main_table,
     pareto_scores,
@@ -29,7 +31,6 @@ from freda.eval.report.tables import (
     width_table,
     with_error,
 )
-from freda.eval.report.write import as_markdown, draw_sweep
 from freda.eval.tasks import TASKS
 from freda.eval.tasks.task import Example, checksum
 
@@ -110,7 +111,7 @@ def _by_group(sweep: Sweep, groups: dict[str, Callable[[Example], str]]) -> Tabl
     """Percent right of the questions of each group, all seeds together; "" is left out."""
     rows: list[tuple[Cell, ...]] = []
     for task, group in groups.items():
-        examples = TASKS[task].examples(SHIPPED / "data", sweep.config.limit)
+        examples = questions(task, sweep.config.limit)
         named = [group(example) for example in examples]
         right: dict[str, list[str]] = {}  # by system, the answers of all seeds to each question
         for system in sweep.systems:
@@ -223,7 +224,7 @@ def walks_table(sweep: Sweep) -> Table:
 
 
 def _longest(sweep: Sweep, system: str) -> str:
-    examples = TASKS["mini_logic"].examples(SHIPPED / "data", sweep.config.limit)
+    examples = questions("mini_logic", sweep.config.limit)
     found = []
     for seed in range(len(sweep.systems[system].models)):
         right = sweep.by_place[system, seed, "mini_logic", sweep.main(system)].right
@@ -407,6 +408,12 @@ def _score(sweep: Sweep, system: str, panel: str, setting: Setting | None) -> Ce
 def _plain(sweep: Sweep, system: str, panel: str, setting: Setting | None) -> str:
     score = None if setting is None else sweep.score(system, panel, setting)
     return "–" if score is None else f"{score.accuracy:.1f}"
+
+
+@cache
+def questions(task: str, limit: int = 0) -> list[Example]:
+    """The questions that the bundled model is asked, made once."""
+    return TASKS[task].examples(SHIPPED / "data", limit)
 
 
 @cache

@@ -11,15 +11,15 @@ import multiprocessing
 import os
 import resource
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+import timeit
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from freda.data.config import DecontaminateConfig, PrepareConfig, PrepareFile, SourceConfig
+from freda.data.config import DecontaminateConfig, DocumentsConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.decontaminate import Index
 from freda.data.documents import Document, Source, is_unicode, read, sources_of
 from freda.data.encode import Encoder, make_encoder
@@ -44,8 +44,9 @@ def bench_data(file: PrepareFile, root: Path, megabytes: float) -> dict[str, Any
         "tokenizers alone": _best(lambda: library.encode_batch_fast(texts, add_special_tokens=False)),
         f"encoder ({encoder.library})": _best(lambda: [encoder.encode(text) for text in texts]),
     }
-    if encoder.library == "tiktoken":
-        measured = {"tiktoken alone": _best(lambda: _tiktoken_alone(encoder, texts)), **measured}
+    if encoder.tiktoken is not None:
+        alone = encoder.tiktoken.encode_ordinary
+        measured = {"tiktoken alone": _best(lambda: [alone(text) for text in texts]), **measured}
     if file.benchmark:
         index = Index(benchmark_texts(sources_of(file, file.benchmark, root)), file.decontaminate)
         measured["decontamination alone"] = _best(lambda: [index.hits(text) for text in texts])
@@ -55,12 +56,6 @@ def bench_data(file: PrepareFile, root: Path, megabytes: float) -> dict[str, Any
     for row in rows:
         row["ratio"] = row["tokens_per_second"] / reference
     return {"documents": len(texts), "megabytes": size, "tokens": tokens, "reference": rows[0]["what"], "rows": rows}
-
-
-def _tiktoken_alone(encoder: Encoder, texts: Sequence[str]) -> None:
-    assert encoder.tiktoken is not None
-    for text in texts:
-        encoder.tiktoken.encode_ordinary(text)
 
 
 def _texts(sources: Sequence[Source], megabytes: float) -> list[str]:
@@ -84,12 +79,7 @@ def _amount(encoder: Encoder, texts: Sequence[str]) -> tuple[int, float]:
 
 
 def _best(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begun)
-    return min(seconds)
+    return min(timeit.repeat(run, number=1, repeat=REPEATS))
 
 
 def _end_to_end(file: PrepareFile, root: Path, texts: Sequence[str], encoder: Encoder) -> list[dict[str, Any]]:
@@ -97,45 +87,31 @@ def _end_to_end(file: PrepareFile, root: Path, texts: Sequence[str], encoder: En
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for title, some, benchmarks in (
-            ("end to end, a tenth", texts[::10], {}),
-            ("end to end", texts, {}),
-            ("end to end, decontaminated", texts, file.benchmark),
-        ):
-            if title.endswith("decontaminated") and not benchmarks:
-                continue
+        runs: list[tuple[str, Sequence[str], Mapping[str, DocumentsConfig]]]
+        runs = [("end to end, a tenth", texts[::10], {}), ("end to end", texts, {})]
+        runs += [("end to end, decontaminated", texts, file.benchmark)] if file.benchmark else []
+        for title, some, benchmarks in runs:
             lines = (json.dumps({"text": text}) for text in some)
             (folder / "texts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            tokenizer = str((root / file.prepare.tokenizer).absolute())
             own = PrepareFile(
-                prepare=PrepareConfig(
-                    tokenizer=str((root / file.prepare.tokenizer).absolute()), eos=file.prepare.eos, parts=1
-                ),
+                prepare=PrepareConfig(tokenizer=tokenizer, eos=file.prepare.eos, parts=1),
                 source={"texts": SourceConfig(path=str(folder / "texts.jsonl"))},
                 benchmark=benchmarks,
                 decontaminate=file.decontaminate if benchmarks else DecontaminateConfig(),
             )
-            seconds, memory = _in_own_process(own, root, folder / title.replace(" ", "-"))
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                seconds, memory = pool.submit(_run_task, own, root, folder / title.replace(" ", "-")).result()
             rows.append({**_row(title, seconds, *_amount(encoder, some)), "peak_memory_mb": memory})
     return rows
-
-
-def _in_own_process(file: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_run_task, file, root, out).result()
 
 
 def _run_task(file: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
     """Best time of the one task, without building the tools that all tasks share, and the peak memory in MB."""
     named_tokenizer(file.prepare, root).save(out / WORK)
-    worker = Worker(file, root, out)
-    seconds = []
-    for number in range(REPEATS):
-        begun = time.perf_counter()
-        worker.run(
-            Task("texts", part=0, wave=number, epoch=0, skip=0, want=0)
-        )  # a new wave, or it would be done already
-        seconds.append(time.perf_counter() - begun)
-    return min(seconds), _peak_memory()
+    worker, waves = Worker(file, root, out), iter(range(REPEATS))  # a new wave each time, or it would be done already
+    best = _best(lambda: worker.run(Task("texts", part=0, wave=next(waves), epoch=0, skip=0, want=0)))
+    return best, _peak_memory()
 
 
 def _peak_memory() -> float:
@@ -148,12 +124,8 @@ def _peak_memory() -> float:
 
 
 def _row(what: str, seconds: float, tokens: int, megabytes: float) -> dict[str, Any]:
-    return {
-        "what": what,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "megabytes_per_second": megabytes / seconds,
-    }
+    speed = {"tokens_per_second": tokens / seconds, "megabytes_per_second": megabytes / seconds}
+    return {"what": what, "seconds": seconds, **speed}
 
 
 def table_lines(found: dict[str, Any]) -> list[str]:

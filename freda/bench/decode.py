@@ -10,33 +10,30 @@ model close blocks by its confidence.
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from freda.bench import hugging_face
-from freda.bench.rates import about, copy_rate, kernel_times, matmul_rate
+from freda.bench.rates import about, copy_rate, kernel_times, longest_first, matmul_rate, now
 from freda.data.tokenizer import Tokenizer
 from freda.decode.config import EngineConfig
 from freda.decode.device import BUCKETS, LONG
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.request import Request
-from freda.errors import require
+from freda.errors import note, require
 from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import METHODS, method_named
 from freda.methods.method import Method
-from freda.model.config import layer_parameters
+from freda.model.config import ModelConfig, layer_parameters
 from freda.model.device import pick_device, pick_dtype
 from freda.model.parts import Parts
 from freda.model.shapes import QWEN3_BLANK, SHAPES
 from freda.model.transformer import Transformer, rotary_frequencies
-
-Note = Callable[[str], None]
 
 NEVER = 2.0  # the threshold that no probability reaches
 WARM_TOKENS = 8  # of a call before the one that is measured
@@ -87,28 +84,27 @@ def bench_decode(
     profile: bool = False,
     device: str = "auto",
     dtype: str = "auto",
-    note: Note = lambda message: None,
 ) -> dict[str, Any]:
     """Measure a shape or a model folder in cases of one method, passes and threshold; returns what the table shows."""
-    place, (method, passes, threshold) = pick_device(device), (sizes[0].method, sizes[0].passes, sizes[0].threshold)
+    place, first = pick_device(device), sizes[0]
     precision = pick_dtype(dtype, place)
-    require(method in METHODS, f"there is no method {method!r}; use one of {', '.join(METHODS)}")
-    loaded = _model(model, place, precision, METHODS[method]())
+    require(first.method in METHODS, f"there is no method {first.method!r}; use one of {', '.join(METHODS)}")
+    loaded = _model(model, place, precision, METHODS[first.method]())
     limits = Limits(copy_rate(place), matmul_rate(place, precision))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
-    methods = dict.fromkeys([method, *(["autoregressive"] if compare else [])])
+    methods = dict.fromkeys([first.method, *["autoregressive"] * compare])
     cases = [replace(case, method=name) for name in methods for case in sizes]
-    rows = [_measured(loaded, case, limits, note, engine, profile=profile) for case in cases]
+    rows = [_measured(loaded, case, limits, engine, profile=profile) for case in cases]
     if compare:
-        rows += _hugging_face(loaded, sizes, limits, note)
-        rows += [_one_by_one(loaded, case, note) for case in sizes]
+        rows += _hugging_face(loaded, sizes, limits)
+        rows += [_one_by_one(loaded, case) for case in sizes]
     return {
         **about(place),
         **({"transformers": hugging_face.version()} if compare else {}),
         "model": model,
         "dtype": str(precision).removeprefix("torch."),
-        "passes": passes,
-        "threshold": threshold,
+        "passes": first.passes,
+        "threshold": first.threshold,
         "parameters": sum(weight.numel() for weight in loaded.backbone.parameters()),
         "copy_tb": limits.copy / 1e12,
         "matmul_tflops": limits.matmul / 1e12,
@@ -120,10 +116,15 @@ def _model(name: str, device: torch.device, dtype: torch.dtype, method: Method) 
     """A model folder, or random weights in a shape, with the parts that the method needs."""
     if name not in SHAPES:
         return load_model(Path(name), device, dtype)._replace(tokenizer=NoText())
-    shape = SHAPES[name]
+    parts = random_parts(SHAPES[name], method, device, dtype)
+    return LoadedModel(parts, NoText(), method, "bench")
+
+
+def random_parts(shape: ModelConfig, method: Method, device: torch.device, dtype: torch.dtype) -> Parts:
+    """Random weights in a shape, with the parts that the method needs."""
     with torch.device("meta"):
         parts = Parts(Transformer(shape, min(QWEN3_BLANK, shape.vocab_size - 1)))
-    method.start_from(parts, None, name)
+    method.start_from(parts, None, "random weights")
     parts = parts.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -131,16 +132,17 @@ def _model(name: str, device: torch.device, dtype: torch.dtype, method: Method) 
             weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1.0)
     for part in parts.children():
         part.inv_freq = rotary_frequencies(shape).to(device)  # in fp32: angles in bf16 would be off by whole turns
-    return LoadedModel(parts, NoText(), method, "bench")
+    return parts
 
 
 def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request]:
     """Requests with different prompts, so that no pages are shared."""
     generator = torch.Generator().manual_seed(seed)
     texts = torch.randint(0, loaded.backbone.blank_id, (case.batch, case.context), generator=generator).tolist()
-    rules: dict[str, Any] = {"passes": case.passes, "threshold": case.threshold, "method": case.method}
-    rules["max_new_tokens"] = case.new_tokens
-    return [Request(prompt=text, seed=number, **rules) for number, text in enumerate(texts)]
+    rules = Request(
+        prompt=(), passes=case.passes, threshold=case.threshold, method=case.method, max_new_tokens=case.new_tokens
+    )
+    return [replace(rules, prompt=text, seed=number) for number, text in enumerate(texts)]
 
 
 def _warm_up(engine: Engine, case: Case) -> None:
@@ -166,49 +168,40 @@ def _warm_up(engine: Engine, case: Case) -> None:
 
 
 def _measured(
-    loaded: LoadedModel, case: Case, limits: Limits, note: Note, config: EngineConfig, *, profile: bool
+    loaded: LoadedModel, case: Case, limits: Limits, config: EngineConfig, *, profile: bool
 ) -> dict[str, Any]:
     """One row of the engine: the prefill, timed by itself, then steps until all requests are done."""
     _forget(loaded)
     engine = Engine(loaded, replace(config, max_batch=case.batch, max_length=case.context + case.new_tokens))
     _warm_up(engine, case)
     on_device = any(kind[1] for kind in engine.batches)
+    int8 = on_device and config.int8
     handles = [engine.submit(request) for request in _requests(loaded, case)]
-    begun = _now(loaded)
+    begun = now(loaded.parts.device)
     engine.admit()
-    prefilled = _now(loaded)
+    prefilled = now(loaded.parts.device)
     steps = 0
     while engine.busy:
         engine.step()
         steps += 1
-    ended = _now(loaded)
+    ended = now(loaded.parts.device)
     outputs = [handle.result() for handle in handles]
     tokens, nfe = sum(len(output.tokens) for output in outputs), sum(output.nfe for output in outputs)
+    name = f"engine with kernels and graphs{', int8' * int8}" if on_device else "plain engine"
     row = {
-        "what": f"{_name(engine, on_device)}, {case.method}",
+        **_start_of_row(f"{name}, {case.method}", case),
         "on_device": on_device,
-        "int8": on_device and config.int8,
-        **_sizes(case),
-        **_of_passes(loaded, steps, tokens, ended - prefilled, limits, int8=on_device and config.int8),
+        "int8": int8,
+        **_of_passes(loaded, steps, tokens, ended - prefilled, limits, int8=int8),
         **_of_prefill(loaded, case, prefilled - begun, limits),
-        "tokens_per_s_with_prefill": tokens / (ended - begun),
-        "tpf": tokens / nfe,
-        "memory_gb": _memory(loaded),
+        **_end_of_row(loaded, tokens, nfe, ended - begun),
     }
-    note(f"{row['what']}, batch {case.batch}, context {case.context}: {row['tokens_per_s']:.1f} tokens/s")
     return {**row, "kernels": _kernels(engine, case)} if profile else row
-
-
-def _name(engine: Engine, on_device: bool) -> str:
-    if not on_device:
-        return "plain engine"
-    return f"engine with kernels and graphs{', int8' if engine.config.int8 else ''}"
 
 
 def _kernels(engine: Engine, case: Case) -> list[dict[str, Any]]:
     """Microseconds of every kind of kernel in a forward over two blocks after the prefill, the longest first."""
-    size, device = engine.loaded.method.block_size, engine.model.embed_tokens.weight.device
-    few = replace(case, new_tokens=min(case.new_tokens, 2 * size))
+    few = replace(case, new_tokens=min(case.new_tokens, 2 * engine.loaded.method.block_size))
     handles = [engine.submit(request) for request in _requests(engine.loaded, few, seed=2)]
     engine.admit()
     forwards = 0
@@ -219,23 +212,28 @@ def _kernels(engine: Engine, case: Case) -> list[dict[str, Any]]:
             engine.step()
             forwards += 1
 
-    spent = kernel_times(run, device)
-    longest = sorted(spent.items(), key=lambda item: -item[1][0])[:16]
-    return [{"name": name[:80], "us": 1e3 * ms / forwards, "calls": calls / forwards} for name, (ms, calls) in longest]
+    spent = longest_first(kernel_times(run, engine.loaded.parts.device), 16)
+    return [{"name": name[:80], "us": 1e3 * ms / forwards, "calls": calls / forwards} for name, ms, calls in spent]
 
 
-def _sizes(case: Case) -> dict[str, Any]:
-    return {key: getattr(case, key) for key in ("batch", "context", "new_tokens", "passes", "threshold")}
+def _start_of_row(what: str, case: Case) -> dict[str, Any]:
+    note(f"{what}, batch {case.batch}, context {case.context}")
+    return {"what": what, **{key: value for key, value in asdict(case).items() if key != "method"}}
+
+
+def _end_of_row(loaded: LoadedModel, tokens: int, nfe: int, seconds: float) -> dict[str, Any]:
+    """The columns of a row about all that was done; the peak of memory is that since `_forget`, weights included."""
+    memory = torch.cuda.max_memory_allocated() / 1e9 if loaded.parts.device.type == "cuda" else None
+    note(f"{tokens / seconds:.1f} tokens/s with prefill")
+    return {"tokens_per_s_with_prefill": tokens / seconds, "tpf": tokens / nfe, "memory_gb": memory}
 
 
 def _of_passes(
     loaded: LoadedModel, forwards: int, tokens: int, seconds: float, limits: Limits, *, int8: bool = False
 ) -> dict[str, float]:
     """The columns of a row about the forwards after the prefill."""
-    weights = sum(
-        weight.numel() * (1 if int8 and weight.dim() > 1 else weight.element_size())
-        for weight in loaded.backbone.parameters()
-    )
+    sizes = ((one.numel(), 1 if int8 and one.dim() > 1 else one.element_size()) for one in loaded.backbone.parameters())
+    weights = sum(count * size for count, size in sizes)
     return {
         "passes_seconds": seconds,
         "seconds_per_forward": seconds / forwards,
@@ -254,74 +252,45 @@ def _of_prefill(loaded: LoadedModel, case: Case, seconds: float, limits: Limits)
     }
 
 
-def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits, note: Note) -> list[dict[str, Any]]:
+def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits) -> list[dict[str, Any]]:
     """Rows of `generate` of transformers, a batch at a time; the first token comes with the prefill."""
     what = "Hugging Face generate, autoregressive"
     if hugging_face.version() is None:
         note("transformers is not installed: nothing to compare with")
-        return [{"what": f"{what}: transformers is not installed", **_sizes(case)} for case in cases]
+        return [_start_of_row(f"{what}: transformers is not installed", case) for case in cases]
     theirs, rows = hugging_face.borrowed(loaded.backbone), []
     for case in cases:
         _forget(loaded)
+        row = _start_of_row(what, case)
         few, prompts = ([request.prompt for request in _requests(loaded, case, seed=seed)] for seed in (0, 1))
         hugging_face.timed_generate(theirs, few, min(case.new_tokens, WARM_TOKENS))
         made = hugging_face.timed_generate(theirs, prompts, case.new_tokens)
         forwards, tokens = case.new_tokens - 1, sum(map(len, made.tokens))
-        row = {
-            "what": what,
-            **_sizes(case),
-            **(_of_passes(loaded, forwards, case.batch * forwards, made.passes, limits) if forwards else {}),
-            **_of_prefill(loaded, case, made.prefill, limits),
-            "tokens_per_s_with_prefill": tokens / (made.prefill + made.passes),
-            "tpf": 1.0,
-            "memory_gb": _memory(loaded),
-        }
-        note(f"{what}, batch {case.batch}, context {case.context}: {row['tokens_per_s_with_prefill']:.1f} tokens/s")
-        rows.append(row)
+        if forwards:
+            row |= _of_passes(loaded, forwards, case.batch * forwards, made.passes, limits)
+        row |= _of_prefill(loaded, case, made.prefill, limits)
+        rows.append(row | _end_of_row(loaded, tokens, tokens, made.prefill + made.passes))
     return rows
 
 
-def _one_by_one(loaded: LoadedModel, case: Case, note: Note) -> dict[str, Any]:
+def _one_by_one(loaded: LoadedModel, case: Case) -> dict[str, Any]:
     """A row of the reference loop with its cache, one request at a time."""
     _forget(loaded)
+    row = _start_of_row(f"reference loop one by one, {case.method}", case)
     requests, method = _requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.method, loaded.method)
-    begun = _now(loaded)
+    begun = now(loaded.parts.device)
     made = [generate(loaded.parts, method, [request], stop_ids=loaded.tokenizer.stop_ids)[0] for request in requests]
-    ended = _now(loaded)
+    seconds = now(loaded.parts.device) - begun
     tokens, nfe = sum(len(output.tokens) for output in made), sum(output.nfe for output in made)
-    row = {
-        "what": f"reference loop one by one, {case.method}",
-        **_sizes(case),
-        "forwards_per_s": nfe / (ended - begun),
-        "tokens_per_s_with_prefill": tokens / (ended - begun),
-        "tpf": tokens / nfe,
-        "memory_gb": _memory(loaded),
-    }
-    note(f"{row['what']}, {len(requests)} requests: {row['tokens_per_s_with_prefill']:.1f} tokens/s")
-    return row
-
-
-def _on_cuda(loaded: LoadedModel) -> bool:
-    return loaded.backbone.embed_tokens.weight.is_cuda
-
-
-def _now(loaded: LoadedModel) -> float:
-    if _on_cuda(loaded):
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    return row | {"forwards_per_s": nfe / seconds, **_end_of_row(loaded, tokens, nfe, seconds)}
 
 
 def _forget(loaded: LoadedModel) -> None:
     """Free what the last row has left, so that the peak of memory is the next row's own."""
     gc.collect()
-    if _on_cuda(loaded):
+    if loaded.parts.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def _memory(loaded: LoadedModel) -> float | None:
-    """The peak since `_forget`, weights included."""
-    return torch.cuda.max_memory_allocated() / 1e9 if _on_cuda(loaded) else None
 
 
 COLUMNS = {  # of the table: from which value of a row, times what, and how it is printed

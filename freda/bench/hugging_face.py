@@ -7,13 +7,13 @@ attention, a cache that grows, no compilation.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from freda.bench.rates import now
 from freda.folders.hugging_face import EMBEDDING, HEAD, hugging_face_config, hugging_face_name
 from freda.model.transformer import Transformer
 
@@ -41,8 +41,7 @@ def borrowed(model: Transformer) -> Any:
 
     values = hugging_face_config(model.config) | {"bos_token_id": None, "eos_token_id": None}
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    own = model.state_dict()
-    state = {hugging_face_name(name): weight for name, weight in own.items() if not name.startswith("scorer.")}
+    state = {hugging_face_name(name): weight for name, weight in model.state_dict().items()}
     state.setdefault(HEAD, state[EMBEDDING])
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=state[EMBEDDING].dtype)
@@ -65,23 +64,17 @@ def timed_generate(theirs: Any, prompts: Sequence[Sequence[int]], new_tokens: in
     def first_token(ids: Tensor, scores: Tensor, **more: object) -> Tensor:
         """A stopping criterion that never stops, and notes when the first token was there."""
         if not marks:
-            marks.append(_now(ids))
+            marks.append(now(ids.device))
         return goes_on
 
-    begun = _now(ids)
+    begun = now(ids.device)
     made = theirs.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=transformers.GenerationConfig(max_new_tokens=new_tokens, do_sample=False, use_cache=True),
         stopping_criteria=transformers.StoppingCriteriaList([first_token]),
     )
-    ended = _now(ids)
+    ended = now(ids.device)
     tokens: list[list[int]] = made[:, ids.shape[1] :].tolist()
     assert all(len(text) == new_tokens for text in tokens), f"generate made {len(tokens[0])} of {new_tokens} tokens"
     return Timed(tokens, marks[0] - begun, ended - marks[0])
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()

@@ -29,6 +29,13 @@ def seconds(function: Callable[[], object], device: torch.device, *, repeats: in
     return statistics.median(times)
 
 
+def now(device: torch.device) -> float:
+    """The time when all that was given to the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of a large product of random matrices: zeros would run faster than real data."""
     size = 8192 if device.type == "cuda" else 1024
@@ -63,3 +70,9 @@ def kernel_times(call: Callable[[], object], device: torch.device) -> dict[str, 
         row.key: ((row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e3, row.count)
         for row in seen.key_averages()
     }
+
+
+def longest_first(spent: dict[str, tuple[float, int]], most: int) -> list[tuple[str, float, int]]:
+    """The kernels of `kernel_times` that took longest, as (name, milliseconds, calls)."""
+    ranked = sorted(spent.items(), key=lambda item: -item[1][0])[:most]
+    return [(name, *numbers) for name, numbers in ranked]

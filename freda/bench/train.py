@@ -15,10 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from freda.bench.rates import about, kernel_times, matmul_rate, seconds
+from freda.bench.decode import random_parts
+from freda.bench.rates import about, kernel_times, longest_first, matmul_rate, seconds
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
-from freda.errors import FredaError, require
+from freda.errors import FredaError, note, require
 from freda.folders.hugging_face import DTYPES
 from freda.methods.draft import CleanHalf, clean_half, clean_mask, draft_mask
 from freda.methods.method import Method, Step, visible_pairs
@@ -28,8 +29,8 @@ from freda.model.attention import Backend, attend, pick_backend
 from freda.model.config import ModelConfig
 from freda.model.device import pick_device
 from freda.model.parts import Parts
-from freda.model.shapes import QWEN3_BLANK, SHAPES
-from freda.model.transformer import Transformer, rotary_frequencies
+from freda.model.shapes import SHAPES
+from freda.model.transformer import Transformer
 from freda.train import loop
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import clip_and_update, make_optimizer, total_norm
@@ -65,11 +66,9 @@ class RandomRows:
 
     def batch(self, first: int, count: int) -> Batch:
         """Rows `first` to `first + count`, always the same."""
-        generator = torch.Generator().manual_seed(first)
-        shape = (count, self.load.seq_len)
-        length = self.load.lengths[0]
+        shape, length = (count, self.load.seq_len), self.load.lengths[0]
+        tokens = torch.randint(0, self.blank, shape, generator=torch.Generator().manual_seed(first))
         place = torch.arange(self.load.seq_len, dtype=torch.int32).expand(shape)
-        tokens = torch.randint(0, self.blank, shape, generator=generator)
         none = torch.zeros(shape, dtype=torch.bool)
         return Batch(tokens, place // length, place % length, none, one_document=self.load.documents == 1)
 
@@ -86,7 +85,6 @@ def bench_train(
     compare: bool,
     profile: bool,
     device: str,
-    note: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Measure everything; returns what the table shows."""
     require(shape in SHAPES, f"there is no shape {shape!r}; use one of {', '.join(SHAPES)}")
@@ -98,16 +96,12 @@ def bench_train(
     rate = matmul_rate(place, dtype)
     note(f"matmul rate {rate / 1e12:.1f} TFLOP/s")
     run = make_run(load, place, dtype)
-    table = [_step_row(run, load, t, rate, note) for t in passes]
+    table = [_step_row(run, load, t, rate) for t in passes]
     peak = torch.cuda.max_memory_allocated(place) / 1e9 if place.type == "cuda" else None
-    pieces = list(_pieces(run, rule, note)) if isinstance(rule, Refining) else []
+    pieces = list(_pieces(run, cast(Refining, rule))) if rule.refines else []
     found: dict[str, Any] = {
         **about(place),
-        "shape": shape,
-        "rows": rows,
-        "seq_len": seq_len,
-        "documents": documents,
-        "method": method,
+        **{"shape": shape, "rows": rows, "seq_len": seq_len, "documents": documents, "method": method},
         "dtype": str(dtype).removeprefix("torch."),
         "activations": activations,
         "matmul_tflops": rate / 1e12,
@@ -117,10 +111,10 @@ def bench_train(
         "parts": pieces,
     }
     if profile:
-        found["profile"] = _profile(run, note)
+        found["profile"] = _profile(run)
     if compare:
         del run
-        found["compare"] = list(_compared(load, place, dtype, rate, note))
+        found["compare"] = list(_compared(load, place, dtype, rate))
     return found
 
 
@@ -128,16 +122,7 @@ def make_run(
     load: Load, device: torch.device, dtype: torch.dtype, *, compiled: bool = True, backend: Backend | None = None
 ) -> Run:
     """A run as `freda train` would set it up, without files; only on a GPU are layers compiled."""
-    blank = min(QWEN3_BLANK, load.shape.vocab_size - 1)
-    with torch.device("meta"):
-        parts = Parts(Transformer(load.shape, blank))
-    load.method.start_from(parts, None, "random weights")
-    parts.to_empty(device=device)
-    with torch.no_grad():
-        for weight in parts.parameters():
-            weight.normal_(0, 0.02) if weight.dim() > 1 else weight.fill_(1.0)
-    for module in parts.children():
-        module.inv_freq = rotary_frequencies(load.shape).to(device)  # a buffer, which `to_empty` has emptied
+    parts = random_parts(load.shape, load.method, device, torch.float32)
     parts.backbone.backend = backend or pick_backend("auto", device)
     if compiled and device.type == "cuda":
         compile_layers(parts.backbone, load.activations)
@@ -148,30 +133,25 @@ def make_run(
         method=load.method,
         train=TrainConfig(batch_rows=load.rows, group_rows=load.rows, dtype=name, lr=1e-6),  # type: ignore[arg-type]
     )
-    rows = cast(Loader, RandomRows(load, blank))
+    rows = cast(Loader, RandomRows(load, parts.backbone.blank_id))
     run = Run(config, parts, NOTHING, rows, rows, device, Root(parts))
     run.optimizer = make_optimizer(parts, config.train, fused=device.type == "cuda" and not run.updates_copies)
     return run
 
 
-def _step_row(run: Run, load: Load, passes: int, rate: float, note: Callable[[str], None]) -> dict[str, Any]:
+def _step_row(run: Run, load: Load, passes: int, rate: float) -> dict[str, Any]:
     """Whole optimizer steps, all with the same number of passes."""
     run.passes, numbers = passes, iter(range(10**6))
     time = seconds(lambda: loop.take_step(run, next(numbers)), run.device, warm_up=3)
     tokens, pairs = load.rows * load.seq_len, load.rows * visible_pairs(load.lengths, load.method.block_size)
     flops = load.method.flops(load.shape, tokens, pairs, passes)
-    row = {
-        "passes": passes,
-        "seconds": time,
-        "tokens_per_s": tokens / time,
-        "tflops": flops / 1e12,
-        "share": flops / time / rate,
-    }
-    note(f"step with {passes} passes: {1e3 * time:.1f} ms, {100 * row['share']:.1f}% of the matmul rate")
-    return row
+    share = flops / time / rate
+    note(f"step with {passes} passes: {1e3 * time:.1f} ms, {100 * share:.1f}% of the matmul rate")
+    rates = {"tokens_per_s": tokens / time, "tflops": flops / 1e12, "share": share}
+    return {"passes": passes, "seconds": time, **rates}
 
 
-def _pieces(run: Run, method: Refining, note: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def _pieces(run: Run, method: Refining) -> Iterator[dict[str, Any]]:
     """Pieces of a step by themselves, for a method that refines drafts."""
     rows = run.config.train.batch_rows
     batch, size = loop.to_device(run.rows.batch(0, rows), run.device), method.block_size
@@ -182,7 +162,7 @@ def _pieces(run: Run, method: Refining, note: Callable[[str], None]) -> Iterator
             with torch.set_grad_enabled(gradient):
                 run.call(function)
 
-        return _part(name, seconds(call, run.device, warm_up=2), note)
+        return _part(name, seconds(call, run.device, warm_up=2))
 
     def one_pass(parts: Parts, clean: CleanHalf) -> None:
         method.refine(parts.backbone, clean, method.blank_draft(parts.backbone, batch))
@@ -206,15 +186,15 @@ def _pieces(run: Run, method: Refining, note: Callable[[str], None]) -> Iterator
     yield timed("attention of all layers, with backward", attention, gradient=True)
     for weight in (*run.parts.parameters(), *run.root.copies.values()):
         weight.grad = None
-    yield _optimizer_part(run, note)
+    yield _optimizer_part(run)
 
 
-def _part(name: str, time: float, note: Callable[[str], None]) -> dict[str, Any]:
+def _part(name: str, time: float) -> dict[str, Any]:
     note(f"{name}: {1e3 * time:.1f} ms")
     return {"part": name, "seconds": time}
 
 
-def _optimizer_part(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
+def _optimizer_part(run: Run) -> dict[str, Any]:
     copies = run.root.copies if run.updates_copies else None
     learnt = [(copies or {}).get(weight, weight) for weight in run.parts.parameters() if weight.requires_grad]
     for weight in learnt:
@@ -224,7 +204,7 @@ def _optimizer_part(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
     def update() -> None:
         clip_and_update(run.optimizer, gradients, float(total_norm(gradients)), 1.0, copies)
 
-    found = _part("norm, clipping and update", seconds(update, run.device, warm_up=1), note)
+    found = _part("norm, clipping and update", seconds(update, run.device, warm_up=1))
     for weight in learnt:
         weight.grad = None
     return found
@@ -249,14 +229,11 @@ def _attention(model: Transformer, batch: Batch, block: int, *, backward: bool) 
         for heads in (shape.heads, *(shape.kv_heads,) * 4)
     )
     clean, own = (others[0], others[1]), (others[2], others[3])
-    for new, past, mask in (
-        (clean, None, clean_mask(model, batch, block)),
-        (own, clean, draft_mask(model, batch, block)),
-    ):
-        for _ in range(shape.layers):
-            out = attend(q, new, past, mask)
-            if backward:
-                torch.autograd.grad(out, (q, *new, *(past or ())), out)
+    halves = ((clean, None, clean_mask(model, batch, block)), (own, clean, draft_mask(model, batch, block)))
+    for new, past, mask in halves * shape.layers:
+        out = attend(q, new, past, mask)
+        if backward:
+            torch.autograd.grad(out, (q, *new, *(past or ())), out)
 
 
 # -- where the time goes ----------------------------------------------------------------------------------------------
@@ -275,7 +252,7 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in KINDS if any(part in kernel for part in parts)), "other")
 
 
-def _profile(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
+def _profile(run: Run) -> dict[str, Any]:
     """One step with one pass: milliseconds by kind of kernel, and the longest kernels."""
     run.passes = 1
     loop.take_step(run, 0)
@@ -283,17 +260,14 @@ def _profile(run: Run, note: Callable[[str], None]) -> dict[str, Any]:
     kinds = dict.fromkeys([kind for kind, _ in KINDS] + ["other"], 0.0)
     for name, (time, _) in spent.items():
         kinds[kind_of(name)] += time
-    longest = sorted(spent.items(), key=lambda item: -item[1][0])[:30]
-    note("profiled a step")
-    return {"kinds_ms": kinds, "kernels": [{"name": n[:120], "ms": ms, "calls": c} for n, (ms, c) in longest]}
+    kernels = [{"name": name[:120], "ms": ms, "calls": calls} for name, ms, calls in longest_first(spent, 30)]
+    return {"kinds_ms": kinds, "kernels": kernels}
 
 
 # -- the plain twins -------------------------------------------------------------------------------------------------
 
 
-def _compared(
-    load: Load, device: torch.device, dtype: torch.dtype, rate: float, note: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
+def _compared(load: Load, device: torch.device, dtype: torch.dtype, rate: float) -> Iterator[dict[str, Any]]:
     """Steps of one pass: as they are, and with one thing at a time done plainly."""
     variants: dict[str, dict[str, Any]] = {"as it is": {}, "eager layers": {"compiled": False}}
     if device.type == "cuda":  # elsewhere it has no backward
@@ -303,11 +277,9 @@ def _compared(
         note(name)
         try:
             with _full_logits() if name == "full logits" else contextlib.nullcontext():
-                yield {"variant": name, **_step_row(make_run(load, device, dtype, **changes), load, 1, rate, note)}
-        except torch.OutOfMemoryError:
-            yield {"variant": name, "error": "out of memory"}
-        except FredaError as error:
-            yield {"variant": name, "error": str(error)}
+                yield {"variant": name, **_step_row(make_run(load, device, dtype, **changes), load, 1, rate)}
+        except (torch.OutOfMemoryError, FredaError) as error:
+            yield {"variant": name, "error": str(error) if isinstance(error, FredaError) else "out of memory"}
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -315,13 +287,12 @@ def _compared(
 @contextlib.contextmanager
 def _full_logits() -> Iterator[None]:
     """Logits of all positions at once, their loss by autograd."""
-    chunked = head.Logits.cross_entropy
 
     def plain(self: head.Logits, labels: Tensor, weights: Tensor) -> Tensor:
         losses = torch.nn.functional.cross_entropy(self.all().flatten(0, -2), labels.flatten(), reduction="none")
         return (losses * weights.flatten()).sum()
 
-    head.Logits.cross_entropy = plain  # type: ignore[method-assign]
+    chunked, head.Logits.cross_entropy = head.Logits.cross_entropy, plain  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -1,12 +1,39 @@
-"""The command line itself: what all commands have in common. Nothing heavy is imported here or beside it."""
+"""The command line itself: how it is run, how it fails, and the options that several commands share.
+
+Nothing heavy is imported here or at module level of the commands, so that `freda --help` answers at once. Only `main`
+ends the process.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+import functools
+import inspect
+import logging
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer import Argument, Option
 
 from freda import __version__
+from freda.decode.config import DecodeConfig
+from freda.errors import AgreedError, FredaError
+
+# Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+ModelPath = Annotated[Path, Argument(help="A model folder, a run folder, or the name of a bundled model.")]
+Device = Annotated[str, Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str, Option(help="Precision of the weights: float32, bfloat16, float16, or auto: bfloat16 on a GPU.")]
+Method = Annotated[str | None, Option(help="Decode with another method than the model's own; a wrong name lists them.")]
+Stop = Annotated[list[str], Option(help="A string that ends the answer; may be repeated.")]
+Settings = Annotated[list[str], Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config value.")]
 
 app = typer.Typer(
     name="freda",
@@ -29,10 +56,88 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the whole traceback of an error.")] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
+
+
+def main() -> NoReturn:
+    """Run the command line; the only exit of the program."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1  # accepted anywhere on the line
+    sys.exit(run(arguments, debug=debug))
+
+
+def run(arguments: list[str], *, debug: bool = False) -> int:
+    """Carry out one command line; returns the exit code."""
+    logging.getLogger("freda").setLevel(logging.DEBUG if debug else logging.WARNING)
+    try:
+        code = app(args=arguments, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (typer.Abort, KeyboardInterrupt):
+        return _complain("interrupted", 130)
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 0
+    except (FredaError, UsageError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        told_by_first = isinstance(error, AgreedError | UsageError) and os.environ.get("RANK", "0") != "0"
+        return 2 if told_by_first else _complain(_message(error), 2)
+
+
+def _message(error: Exception) -> str:
+    """What an error says; one of wrong usage with the nearest option, or, where something is missing, an example."""
+    if isinstance(error, OSError):  # a full disk, a missing permission: the user's to fix, wherever it was met
+        return f"{error.strerror or error}: {error.filename or 'while writing'}"
+    if not isinstance(error, UsageError):
+        return str(error)
+    message = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    example = (getattr(command, "epilog", None) or "").split("**")[1:2]
+    return f"{message}; for example: {example[0]}" if "Missing" in message and example else message
+
+
+def _complain(problem: str, code: int) -> int:
+    print(f"freda: error: {' '.join(problem.split())}", file=sys.stderr)
+    return code
+
+
+# -- options of decoding ---------------------------------------------------------------------------------------------
+
+
+def decode_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every field of its `DecodeConfig` parameter, with the field's help and type.
+
+    The defaults are those of the parameter's default:
+
+        @app.command()
+        @decode_options
+        def chat(model: ModelPath, decode: DecodeConfig = DecodeConfig(max_new_tokens=256)): ...
+    """
+    signature = inspect.signature(function, eval_str=True)
+    taken = next(one for one in signature.parameters.values() if one.annotation is DecodeConfig)
+    made = list(_options_of(taken.default))
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        decode = DecodeConfig(**{option.name: values.pop(option.name) for option in made})
+        function(**values, **{taken.name: decode})
+
+    parameters = [new for one in signature.parameters.values() for new in (made if one is taken else [one])]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _options_of(defaults: DecodeConfig) -> Iterator[inspect.Parameter]:
+    hints = typing.get_type_hints(DecodeConfig)
+    for field in dataclasses.fields(DecodeConfig):
+        hint, metavar = hints[field.name], None
+        if typing.get_origin(hint) is Literal:  # the config checks it, and says what is wrong
+            hint, metavar = str, "|".join(typing.get_args(hint))
+        help = field.metadata["help"]
+        option = Option(help=f"{help[0].upper()}{help[1:]}.", metavar=metavar)
+        default, kind = getattr(defaults, field.name), inspect.Parameter.POSITIONAL_OR_KEYWORD
+        yield inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option])

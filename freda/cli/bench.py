@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from freda.cli.app import app
-from freda.cli.options import Device, Dtype, Settings
+from freda.cli.app import Device, Dtype, Settings, app
 from freda.decode.config import EngineConfig
-from freda.errors import note
 from freda.files import write_whole
 
 bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
@@ -26,10 +25,10 @@ def _bench(context: typer.Context) -> None:
 
 @bench.command("data", epilog="Example: **freda bench data configs/data-mini.toml --data ~/corpora**")
 def bench_data(
-    config: Annotated[Path, typer.Argument(help="A TOML file with [source.NAME] sections: where the text is from.")],
-    data: Annotated[Path, typer.Option(help="Folder that relative paths in the config start from.")] = Path(),
-    megabytes: Annotated[float, typer.Option(help="Text to measure on.")] = 50.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config: Annotated[Path, Argument(help="A TOML file with [source.NAME] sections: where the text is from.")],
+    data: Annotated[Path, Option(help="Folder that relative paths in the config start from.")] = Path(),
+    megabytes: Annotated[float, Option(help="Text to measure on.")] = 50.0,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
     """Documents to shards: tokens per second of one core, beside the tokenizer libraries alone."""
@@ -45,17 +44,17 @@ def bench_data(
     "train", epilog="Example: **freda bench train --shape qwen3-4b --rows 2 --out results/bench-train.json**"
 )
 def bench_train(
-    shape: Annotated[str, typer.Option(help="tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b or qwen3-8b.")] = "qwen3-4b",
-    rows: Annotated[int, typer.Option(help="Rows of a step.")] = 2,
-    seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 4096,
-    documents: Annotated[int, typer.Option(help="Documents per row, of equal length.")] = 1,
-    passes: Annotated[list[int], typer.Option(help="Passes of a step; may be repeated.")] = [1, 2, 3],  # noqa: B006
-    method: Annotated[str, typer.Option(help="Method to train, by its name in the config.")] = "self-refine",
-    activations: Annotated[float, typer.Option(help="Share of activations kept for backward.")] = 1.0,
-    compare: Annotated[bool, typer.Option("--compare", help="Add plain variants, each in the same run.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Add the time of every kind of kernel.")] = False,
+    shape: Annotated[str, Option(help="tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b or qwen3-8b.")] = "qwen3-4b",
+    rows: Annotated[int, Option(help="Rows of a step.")] = 2,
+    seq_len: Annotated[int, Option(help="Tokens per row.")] = 4096,
+    documents: Annotated[int, Option(help="Documents per row, of equal length.")] = 1,
+    passes: Annotated[list[int], Option(help="Passes of a step; may be repeated.")] = [1, 2, 3],  # noqa: B006
+    method: Annotated[str, Option(help="Method to train, by its name in the config.")] = "self-refine",
+    activations: Annotated[float, Option(help="Share of activations kept for backward.")] = 1.0,
+    compare: Annotated[bool, Option("--compare", help="Add plain variants, each in the same run.")] = False,
+    profile: Annotated[bool, Option("--profile", help="Add the time of every kind of kernel.")] = False,
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
+    out: Annotated[Path | None, Option(help="Also write all numbers here, as JSON.")] = None,
 ) -> None:
     """Optimizer steps with random weights: tokens per second, and the share of the matmul rate of the same run."""
     from freda.bench.train import bench_train as measure
@@ -63,33 +62,33 @@ def bench_train(
 
     load = {"seq_len": seq_len, "rows": rows, "documents": documents, "passes": passes, "method": method}
     more = {"compare": compare, "profile": profile}
-    found = measure(shape, **load, **more, activations=activations, device=device, note=note)  # type: ignore[arg-type]
+    found = measure(shape, **load, **more, activations=activations, device=device)  # type: ignore[arg-type]
     _report(found, table_lines(found), out)
 
 
 @bench.command("decode", epilog="Example: **freda bench decode runs/demo/self-refine --batch 1 --batch 16 --compare**")
 def bench_decode(
-    model: Annotated[str, typer.Argument(help="A model folder, or a shape with random weights, as qwen3-4b.")],
-    batch: Annotated[list[int], typer.Option(help="Requests side by side; may be repeated.")] = [1],  # noqa: B006
-    context: Annotated[list[int], typer.Option(help="Tokens of a prompt; may be repeated.")] = [512],  # noqa: B006
-    new_tokens: Annotated[int, typer.Option(help="Tokens to make for each request.")] = 64,
-    passes: Annotated[int, typer.Option(help="Most passes per block.")] = 2,
+    model: Annotated[str, Argument(help="A model folder, or a shape with random weights, as qwen3-4b.")],
+    batch: Annotated[list[int], Option(help="Requests side by side; may be repeated.")] = [1],  # noqa: B006
+    context: Annotated[list[int], Option(help="Tokens of a prompt; may be repeated.")] = [512],  # noqa: B006
+    new_tokens: Annotated[int, Option(help="Tokens to make for each request.")] = 64,
+    passes: Annotated[int, Option(help="Most passes per block.")] = 2,
     threshold: Annotated[
-        float, typer.Option(help="Probability that commits a token, for a trained model; above 1: all passes are made.")
+        float, Option(help="Probability that commits a token, for a trained model; above 1: all passes are made.")
     ] = 2.0,
-    method: Annotated[str, typer.Option(help="How to decode.")] = "self-refine",
+    method: Annotated[str, Option(help="How to decode.")] = "self-refine",
     compare: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--compare", help="Add autoregressive decoding, by the engine and by Hugging Face, and the reference loop."
         ),
     ] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
-    int8: Annotated[bool, typer.Option("--int8", help="Weights as int8, where the kernels have few tokens.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Add the time of every kernel in a forward.")] = False,
+    plain: Annotated[bool, Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
+    int8: Annotated[bool, Option("--int8", help="Weights as int8, where the kernels have few tokens.")] = False,
+    profile: Annotated[bool, Option("--profile", help="Add the time of every kernel in a forward.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also write all numbers here, as JSON.")] = None,
+    out: Annotated[Path | None, Option(help="Also write all numbers here, as JSON.")] = None,
 ) -> None:
     """The engine's forwards and tokens per second, beside the copy and matmul rates of the same run."""
     from freda.bench.decode import Case, table_lines
@@ -97,7 +96,7 @@ def bench_decode(
 
     sizes = [Case(rows, tokens, new_tokens, passes, threshold, method) for rows in batch for tokens in context]
     engine = EngineConfig(on_device=not plain, int8=int8)
-    found = measure(model, sizes, engine, compare=compare, profile=profile, device=device, dtype=dtype, note=note)
+    found = measure(model, sizes, engine, compare=compare, profile=profile, device=device, dtype=dtype)
     _report(found, table_lines(found), out)
 
 

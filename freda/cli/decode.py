@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from freda.cli.app import app
-from freda.cli.options import Device, Dtype, Method, ModelPath, Stop, decode_options
+from freda.cli.app import Device, Dtype, Method, ModelPath, Stop, app, decode_options
 from freda.decode.config import DecodeConfig, EngineConfig
-from freda.errors import FredaError, note
+from freda.errors import FredaError, note, require
 
 
 @app.command(
@@ -22,35 +23,55 @@ from freda.errors import FredaError, note
 @decode_options
 def generate(
     model: ModelPath,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    prompt: Annotated[str, Argument(help="The text to continue; - reads it from stdin.")],
     method: Method = None,
     decode: DecodeConfig = DecodeConfig(),
     stop: Stop = [],  # noqa: B006
     reference: Annotated[
-        bool, typer.Option("--reference", help="Decode with the plain loop that the engine must equal.")
+        bool, Option("--reference", help="Decode with the plain loop that the engine must equal.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Show every pass of every block.")] = False,
-    pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.15,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+    show_drafts: Annotated[bool, Option("--show-drafts", help="Show every pass of every block.")] = False,
+    pause: Annotated[float, Option(help="Seconds between passes shown on a terminal.")] = 0.15,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Continue a text."""
-    from freda.decode.command import complete, open_model
+    from freda.decode.api import Model, open_model
     from freda.decode.request import Request
+    from freda.decode.show import LiveDrafts
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    if not text.strip():
-        raise FredaError("the prompt is empty; give the text to continue")
-    how: dict[str, Any] = {**asdict(decode), "method": method, "stop": stop, "watch": show_drafts}
-    loaded = open_model(model, device, dtype, method=method, prompt=text)
-    answer = complete(loaded, Request(prompt=loaded.tokenizer.encode(text), **how), reference=reference, pause=pause)
+    require(bool(text.strip()), "the prompt is empty; give the text to continue")
+    if not _is_model(model) and _is_model(Path(text)):
+        raise FredaError(f"there is no model {model}, but {text} is one; name the model first, then the prompt")
+    loaded = open_model(model, device, dtype, method)
+    ids, more = loaded.tokenizer.encode(text), {"method": method, "stop": stop, "watch": show_drafts}
+    request = Request(prompt=ids, **asdict(decode), **more)  # type: ignore[arg-type]
+    size = EngineConfig(max_batch=1, max_length=len(ids) + decode.max_new_tokens, on_device=not reference)
+    opened = Model(loaded, size)
+    run = opened.reference if reference else opened.complete
+    with LiveDrafts(ids, loaded.tokenizer, pause=pause, keep=True) if show_drafts else nullcontext() as live:
+        found = run(request, live)
+    method = method or loaded.method.name
     if as_json:
+        rounded = {"tpf": round(found.tpf, 4), "seconds": round(found.seconds, 4)}
+        numbers = {"tokens": found.tokens, "nfe": found.nfe, **rounded, "finish": found.finish}
+        answer = {"text": found.text, **numbers, "method": method, "settings": asdict(decode)}
         print(json.dumps(answer, ensure_ascii=False))
         return
-    print(answer["text"])
-    counts = f"{len(answer['tokens'])} tokens in {answer['nfe']} forwards: {answer['tpf']:.2f} tokens per forward"
-    print(f"{counts}, {answer['seconds']:.2f} s ({answer['method']})", file=sys.stderr)
+    print(found.text)
+    counts = f"{len(found.tokens)} tokens in {found.nfe} forwards: {found.tpf:.2f} tokens per forward"
+    print(f"{counts}, {found.seconds:.2f} s ({method})", file=sys.stderr)
+
+
+def _is_model(path: Path) -> bool:
+    from freda.folders.resolve import resolve_model_folder
+
+    try:
+        return resolve_model_folder(path).is_dir()
+    except (FredaError, OSError):  # a prompt may be too long for the name of a file
+        return False
 
 
 @app.command(
@@ -63,28 +84,25 @@ def chat(
     model: ModelPath,
     method: Method = None,
     decode: DecodeConfig = DecodeConfig(max_new_tokens=256),
-    system: Annotated[str, typer.Option(help="System prompt, for a model that has a chat template.")] = "",
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue what is typed as it is: no template, no Q: and A:.")
-    ] = False,
+    system: Annotated[str, Option(help="System prompt, for a model that has a chat template.")] = "",
+    raw: Annotated[bool, Option("--raw", help="Continue what is typed as it is: no template, no Q: and A:.")] = False,
     drafts: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--show-drafts/--no-drafts",
             "--drafts",
             help="Show every pass of every block; by default if stdout is a terminal.",
         ),
     ] = None,
-    pause: Annotated[float, typer.Option(help="Seconds between passes shown on a terminal.")] = 0.05,
+    pause: Annotated[float, Option(help="Seconds between passes shown on a terminal.")] = 0.05,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Ask a model questions and watch it refine its answers."""
-    from freda.decode.api import Model
+    from freda.decode.api import Model, open_model
     from freda.decode.chat import Chat, messages, reader, talk
-    from freda.decode.command import open_model
 
-    opened = Model(open_model(model, device, dtype, method=method), EngineConfig(max_batch=1), name=str(model))
+    opened = Model(open_model(model, device, dtype, method), EngineConfig(max_batch=1), name=str(model))
     conversation = Chat(opened, decode, method=method, raw=raw, system=system)
     if sys.stdin.isatty():
         note(f"{model}: ask; /help says what else there is{conversation.suggestions()}")

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from freda.cli.app import app
-from freda.cli.options import Device, Dtype, Settings, decode_options
+from freda.cli.app import Device, Dtype, Settings, app, decode_options
 from freda.decode.config import DecodeConfig
 from freda.errors import FredaError, note
 
 Unpublished = Annotated[
-    bool, typer.Option("--unpublished", help="Accept benchmark files whose checksum is not the published one.")
+    bool, Option("--unpublished", help="Accept benchmark files whose checksum is not the published one.")
 ]
 
 
@@ -27,41 +27,38 @@ Unpublished = Annotated[
 @decode_options
 def evaluate_(
     model: Annotated[
-        Path | None, typer.Argument(help="A model folder, a run folder, or the name of a bundled model.")
+        Path | None, Argument(help="A model folder, a run folder, or the name of a bundled model.")
     ] = None,
     task: Annotated[
-        list[str],
-        typer.Option(help="A benchmark, for example gsm8k; may be repeated. A bundled model brings its own."),
+        list[str], Option(help="A benchmark, for example gsm8k; may be repeated. A bundled model brings its own.")
     ] = [],  # noqa: B006
     data: Annotated[
-        Path | None, typer.Option(help="Folder of the benchmarks' files; benchmarks by default, or a bundled model's.")
+        Path | None, Option(help="Folder of the benchmarks' files; benchmarks by default, or a bundled model's.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="For samples.jsonl and results.json; MODEL/eval by default, runs/eval for a bundled model."),
+        Option(help="For samples.jsonl and results.json; MODEL/eval by default, runs/eval for a bundled model."),
     ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="First get missing files from the Hugging Face Hub.")
-    ] = False,
+    download: Annotated[bool, Option("--download", help="First get missing files from the Hugging Face Hub.")] = False,
     unpublished: Unpublished = False,
-    limit: Annotated[int, typer.Option(help="Only the first questions; 0 asks all.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Questions answered side by side.")] = 64,
+    limit: Annotated[int, Option(help="Only the first questions; 0 asks all.")] = 0,
+    batch_size: Annotated[int, Option(help="Questions answered side by side.")] = 64,
     decode: DecodeConfig = DecodeConfig(max_new_tokens=1024),
     device: Device = "auto",
     dtype: Dtype = "auto",
     harness: Annotated[
-        bool, typer.Option("--harness", help="Let lm-evaluation-harness ask; --task names tasks of its own.")
+        bool, Option("--harness", help="Let lm-evaluation-harness ask; --task names tasks of its own.")
     ] = False,
-    self_check: Annotated[bool, typer.Option("--self-check", help="Grade the published answers instead.")] = False,
+    self_check: Annotated[bool, Option("--self-check", help="Grade the published answers instead.")] = False,
     compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Instead: paired difference of two folders, one task's each.")
+        tuple[Path, Path] | None, Option(help="Instead: paired difference of two folders, one task's each.")
     ] = None,
 ) -> None:
     """Answer a benchmark's questions and grade the answers; a run that was stopped resumes where it was."""
     if compare is not None:
-        from freda.eval.report import compare as comparing
+        from freda.eval.report import results
 
-        print(comparing.compared_line(comparing.compare(*compare)))
+        print(results.compared_line(results.compare(*compare)))
         return
     from freda.eval import command
 
@@ -72,7 +69,9 @@ def evaluate_(
             if model is None and not self_check:
                 return
     if self_check:
-        if not command.check_graders(task, data or Path("benchmarks")):
+        from freda.eval.selfcheck import check_graders
+
+        if not check_graders(task, data or Path("benchmarks")):
             raise typer.Exit(1)
         return
     if model is None or not task:
@@ -88,10 +87,10 @@ def evaluate_(
     "draw again from a file: **freda sweep --draw results/demo-sweep.json --out figures**"
 )
 def sweep(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file with [sweep] and [system.NAME].")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for sweep.json, the tables and the figures.")] = Path("runs/sweep"),
-    data: Annotated[Path, typer.Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
-    draw: Annotated[Path | None, typer.Option(help="Instead: a sweep.json, or its folder, to draw again.")] = None,
+    config: Annotated[Path | None, Argument(help="A TOML file with [sweep] and [system.NAME].")] = None,
+    out: Annotated[Path, Option(help="Folder for sweep.json, the tables and the figures.")] = Path("runs/sweep"),
+    data: Annotated[Path, Option(help="Folder of the benchmarks' files.")] = Path("benchmarks"),
+    draw: Annotated[Path | None, Option(help="Instead: a sweep.json, or its folder, to draw again.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     unpublished: Unpublished = False,
@@ -111,7 +110,7 @@ def sweep(
         except KeyboardInterrupt:
             note("interrupted; the same command resumes where it was")
             raise typer.Exit(130) from None
-    from freda.eval.report.write import draw_sweep
+    from freda.eval.report.figures import draw_sweep
 
     for path in draw_sweep(draw or out, out):
         print(path)

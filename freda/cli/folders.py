@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from freda.cli.app import app
 from freda.errors import FredaError
@@ -16,18 +16,18 @@ from freda.errors import FredaError
     "a copy in another precision: **freda convert runs/mine models/mine --dtype bfloat16**"
 )
 def convert(
-    source: Annotated[Path, typer.Argument(help="A Hugging Face folder, a GGUF file, or a freda model or run folder.")],
-    target: Annotated[Path, typer.Argument(help="Model folder to write.")],
+    source: Annotated[Path, Argument(help="A Hugging Face folder, a GGUF file, or a freda model or run folder.")],
+    target: Annotated[Path, Argument(help="Model folder to write.")],
     block_size: Annotated[
-        int | None, typer.Option(help="Block size stored with a Hugging Face or GGUF model; 4 by default.")
+        int | None, Option(help="Block size stored with a Hugging Face or GGUF model; 4 by default.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="float32, bfloat16, float16 or int8; by default the source's own, bfloat16 for a quantised GGUF file."
         ),
     ] = None,
-    int8: Annotated[bool, typer.Option("--int8", help="The same as --dtype int8.")] = False,
+    int8: Annotated[bool, Option("--int8", help="The same as --dtype int8.")] = False,
 ) -> None:
     """Make a model folder from another project's checkpoint, or copy a freda model in another precision."""
     from freda.folders.convert import convert as write_model_folder
@@ -42,13 +42,13 @@ def convert(
 @app.command(epilog="Examples: **freda inspect mini**; **freda inspect runs/demo/data --rows 2**")
 def inspect(
     path: Annotated[
-        Path, typer.Argument(help="A model folder, a run folder, a bundled model's name, or a folder of token shards.")
+        Path, Argument(help="A model folder, a run folder, a bundled model's name, or a folder of token shards.")
     ],
-    rows: Annotated[int, typer.Option(help="Shards: packed rows to show, with documents and blocks marked.")] = 0,
-    seq_len: Annotated[int, typer.Option(help="Shards: tokens per row.")] = 4096,
-    block_size: Annotated[int, typer.Option(help="Shards: tokens per block.")] = 4,
-    histogram: Annotated[Path | None, typer.Option(help="Shards: draw the document lengths as a PNG.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Shards: read all of them and check their hashes.")] = False,
+    rows: Annotated[int, Option(help="Shards: packed rows to show, with documents and blocks marked.")] = 0,
+    seq_len: Annotated[int, Option(help="Shards: tokens per row.")] = 4096,
+    block_size: Annotated[int, Option(help="Shards: tokens per block.")] = 4,
+    histogram: Annotated[Path | None, Option(help="Shards: draw the document lengths as a PNG.")] = None,
+    verify: Annotated[bool, Option("--verify", help="Shards: read all of them and check their hashes.")] = False,
 ) -> None:
     """Describe what a folder holds."""
     from freda.describe import ShardView, describe

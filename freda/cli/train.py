@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from freda.cli.app import app
-from freda.cli.options import Settings
+from freda.cli.app import Settings, app
 from freda.errors import FredaError, note
 
 
 @app.command(epilog="Example: **freda demo --out runs/demo**")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the corpus, the models and results.json.")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(help="Seed of the corpus, the weights and all noise.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A smoke test: a few steps of everything.")] = False,
+    out: Annotated[Path, Option(help="Folder for the corpus, the models and results.json.")] = Path("runs/demo"),
+    seed: Annotated[int, Option(help="Seed of the corpus, the weights and all noise.")] = 0,
+    quick: Annotated[bool, Option("--quick", help="A smoke test: a few steps of everything.")] = False,
 ) -> None:
     """Train four small models on word problems and watch one refine its drafts."""
     from freda.demo import run_demo
@@ -32,12 +32,12 @@ def demo(
     "**torchrun --nnodes 4 --nproc-per-node 32 -m freda prepare configs/data-paper.toml /shared/paper**"
 )
 def prepare(
-    config: Annotated[Path, typer.Argument(help="A TOML file with [source.NAME] sections, or [corpus].")],
-    out: Annotated[Path, typer.Argument(help="Folder for the token shards.")],
-    data: Annotated[Path, typer.Option(help="Folder that relative paths in the config start from.")] = Path(),
-    workers: Annotated[int, typer.Option(help="Processes; 0 takes one per core.")] = 0,
-    plan: Annotated[bool, typer.Option("--plan", help="Only say what would be done and how long it takes.")] = False,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace the shards of another corpus in OUT.")] = False,
+    config: Annotated[Path, Argument(help="A TOML file with [source.NAME] sections, or [corpus].")],
+    out: Annotated[Path, Argument(help="Folder for the token shards.")],
+    data: Annotated[Path, Option(help="Folder that relative paths in the config start from.")] = Path(),
+    workers: Annotated[int, Option(help="Processes; 0 takes one per core.")] = 0,
+    plan: Annotated[bool, Option("--plan", help="Only say what would be done and how long it takes.")] = False,
+    replace: Annotated[bool, Option("--replace", help="Replace the shards of another corpus in OUT.")] = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
     """Turn documents into token shards; started again after an interruption, it resumes."""
@@ -68,15 +68,15 @@ def prepare(
     "**freda train configs/freda-4b-stage1.toml --dry-run --gpus 64 --shape qwen3-4b**"
 )
 def train(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/config.md.")] = None,
-    out: Annotated[Path | None, typer.Option(help="New run folder.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Run folder to resume; --set train.steps=N extends it.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the run needs.")] = False,
-    gpus: Annotated[int, typer.Option(help="--dry-run: GPUs to plan for.")] = 1,
+    config: Annotated[Path | None, Argument(help="A TOML file; see docs/config.md.")] = None,
+    out: Annotated[Path | None, Option(help="New run folder.")] = None,
+    resume: Annotated[Path | None, Option(help="Run folder to resume; --set train.steps=N extends it.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only say what the run needs.")] = False,
+    gpus: Annotated[int, Option(help="--dry-run: GPUs to plan for.")] = 1,
     tflops: Annotated[
-        float, typer.Option(help="--dry-run: useful TFLOP/s of a GPU, from freda bench train; 0 takes an H200's.")
+        float, Option(help="--dry-run: useful TFLOP/s of a GPU, from freda bench train; 0 takes an H200's.")
     ] = 0.0,
-    shape: Annotated[str, typer.Option(help="--dry-run: shape to plan with, where train.init is not there.")] = "",
+    shape: Annotated[str, Option(help="--dry-run: shape to plan with, where train.init is not there.")] = "",
     set_: Settings = [],  # noqa: B006
 ) -> None:
     """Train a model; stop it with Ctrl-C and continue with --resume."""

@@ -18,6 +18,13 @@ DocumentsKind = Literal[FilesKind, MadeKind]
 MADE: tuple[MadeKind, ...] = get_args(MadeKind)
 
 
+def _check(section: str, config: object, **ranges: tuple[float, float]) -> None:
+    """Refuse values outside of their closed ranges."""
+    for name, (least, most) in ranges.items():
+        value, allowed = getattr(config, name), f"{least} or more" if most == math.inf else f"{least} to {most}"
+        require(least <= value <= most, f"{section}{name} is {value}; use {allowed}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
     """`[corpus]`: the embedded word problems that `freda prepare` writes as token shards."""
@@ -34,12 +41,10 @@ class CorpusConfig:
     seed: int = knob(0, "seed of the generator")
 
     def __post_init__(self) -> None:
-        for name, least in {"problems": 1, "validation_problems": 0, "steps": 1, "max_number": 5, "align": 1}.items():
-            require(getattr(self, name) >= least, f"corpus.{name} is {getattr(self, name)}; use {least} or more")
-        require(
-            self.max_change == 0 or self.max_change >= 2,
-            f"corpus.max_change is {self.max_change}; use 2 or more, or 0 for no limit",
-        )
+        least = {"problems": 1, "validation_problems": 0, "steps": 1, "max_number": 5, "align": 1}
+        _check("corpus.", self, **{name: (number, math.inf) for name, number in least.items()})
+        refused = f"corpus.max_change is {self.max_change}; use 2 or more, or 0 for no limit"
+        require(self.max_change == 0 or self.max_change >= 2, refused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +67,9 @@ class MiniConfig:
     seed: int = knob(0, "seed of the generators; which contents are held out does not depend on it")
 
     def __post_init__(self) -> None:
-        counts = (("documents", 1, 10**9), ("validation_documents", 0, 10**9), ("logic_conclusions", 1, 24))
-        numbers = (("math_max_number", 50, 10**6), ("math_max_factor", 2, 999))
-        for name, least, most in (*counts, *numbers, ("math_distractors", 0, 1), ("code_shown", 0, 1)):
-            value = getattr(self, name)
-            require(least <= value <= most, f"mini.{name} is {value}; use {least} to {most}")
+        counts = {"documents": (1, 10**9), "validation_documents": (0, 10**9), "logic_conclusions": (1, 24)}
+        numbers = {"math_max_number": (50, 10**6), "math_max_factor": (2, 999)}
+        _check("mini.", self, **counts, **numbers, math_distractors=(0, 1), code_shown=(0, 1))
         for name, most in (("math_steps", 8), ("code_steps", 8), ("logic_hops", 6)):
             least, last = getattr(self, f"{name}_from"), getattr(self, f"{name}_to")
             seen = f"mini.{name}_from is {least} and mini.{name}_to {last}"
@@ -82,12 +85,8 @@ class DocumentsConfig:
 
     kind: DocumentsKind = knob("jsonl", "format; sums ([corpus]) and mini_* ([mini]) are generated, not read")
     path: str = knob("", "file, folder or tar archive, from --data; huggingface: name; code: also stdlib, Python's own")
-    files: str = knob(
-        "", "pattern of file names in a folder or archive, for example *_train.tsv; empty: all of the kind"
-    )
-    field: str = knob(
-        "text", "where the text is: a field, or several as in '{question} {answer}'; columns of a table by number"
-    )
+    files: str = knob("", "pattern of file names in a folder or archive, as in *_train.tsv; empty: all of the kind")
+    field: str = knob("text", "the text: a field, or several as in '{question} {answer}'; columns of a table by number")
     config: str = knob("", "huggingface: configuration of the dataset")
     split: str = knob("train", "huggingface: split of the dataset")
     revision: str = knob("", "huggingface: commit or tag; empty takes the newest commit")
@@ -102,14 +101,12 @@ class SourceConfig(DocumentsConfig):
     """`[source.NAME]`: one stream of documents; there may be any number of sources."""
 
     share: float = knob(1.0, "part of prepare.tokens; shares are taken relative to their sum")
-    epochs: int = knob(
-        1, "how often the documents may be read to reach the share; if that is not enough, the run stops"
-    )
+    epochs: int = knob(1, "how often documents may be read to reach the share; if that is not enough, the run stops")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.share < math.inf, f"share is {self.share}; use a positive number")
-        require(self.epochs >= 1, f"epochs is {self.epochs}; use 1 or more")
+        _check("", self, epochs=(1, math.inf))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +120,14 @@ class PrepareConfig:
     parts: int = knob(8, "shard tasks per source: so many processes or machines can share the work")
     align: int = knob(8, "documents are filled with EOS to a multiple of this (a multiple of the block size)")
     validation_share: float = knob(
-        0.005, "share of documents held out for validation; above 0, at least one of two or more documents"
+        0.005, "share of documents held out for validation; above 0, at least one of two or more"
     )
     longest: int = knob(10_000_000, "longest document in characters; longer ones are dropped and counted")
     broken_share: float = knob(0.05, "stop when more than this share of a part cannot be read")
     seed: int = knob(42, "seed of the order of files and of what is held out")
 
     def __post_init__(self) -> None:
-        for name in ("parts", "align", "longest"):
-            require(getattr(self, name) >= 1, f"prepare.{name} is {getattr(self, name)}; use 1 or more")
+        _check("prepare.", self, parts=(1, math.inf), align=(1, math.inf), longest=(1, math.inf))
         require(not self.eos or bool(self.tokenizer), f"prepare.eos is {self.eos!r}; it needs prepare.tokenizer")
         require(self.tokens >= 0, f"prepare.tokens is {self.tokens}; use 0 (all) or more")
         for name in ("validation_share", "broken_share"):
@@ -147,9 +143,7 @@ class DecontaminateConfig:
     threshold: float = knob(0.0, "share of one benchmark text's n-grams that a document must hold; 0: any single one")
 
     def __post_init__(self) -> None:
-        require(self.ngram >= 1, f"decontaminate.ngram is {self.ngram}; use 1 or more")
-        require(1 <= self.shortest <= self.ngram, f"decontaminate.shortest is {self.shortest}; use 1 to {self.ngram}")
-        require(0 <= self.threshold <= 1, f"decontaminate.threshold is {self.threshold}; use 0 to 1")
+        _check("decontaminate.", self, ngram=(1, math.inf), shortest=(1, self.ngram), threshold=(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,5 +160,8 @@ class PrepareFile:
 
 def load_prepare(path: Path | None, overrides: Iterable[str] = ()) -> PrepareFile:
     """The corpus that a TOML file describes, with `section.key=value` overrides applied in order."""
-    file: PrepareFile = build(PrepareFile, read_tables(path, overrides), "")
+    values = read_tables(path, overrides)
+    other = next((name for name in ("model", "data", "method", "train") if name in values), "")
+    require(not other, f"[{other}] is a section of `freda train`; move it to a file of its own")
+    file: PrepareFile = build(PrepareFile, values, "")
     return file

@@ -14,6 +14,7 @@ collision costs microseconds, never a document. The tests state the rule in plai
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,7 +30,8 @@ Hashes = NDArray[np.uint64]
 
 DEFAULT = DecontaminateConfig()
 WORD = re.compile(rb"[a-z0-9]+")
-PIECE = 1 << 16  # characters processed at once: as fast as a million, with a sixteenth of the memory
+GAP = re.compile(rb"[^a-zA-Z0-9]")
+PIECE = 1 << 16  # bytes processed at once: as fast as a million, with a sixteenth of the memory
 LOAD = 8  # bytes of a word that are read as one number
 SPACE = b" " * LOAD  # put around texts, so that reading from any place stays within them
 MIX, BASE = np.uint64(0x9E3779B97F4A7C15), 0xD6E8FEB86659FD93  # odd, so that multiplying loses nothing
@@ -90,40 +92,26 @@ class _Words(NamedTuple):
         return b" ".join(WORD.findall(self.data[self.starts[first] : self.ends[first + count - 1]].lower()))
 
 
-def _pieces(text: str, overlap: int) -> Iterator[_Words]:
-    """The words of a text, PIECE characters at a time; a piece begins with the last `overlap` words of the one before.
-
-    A word that touches the end of a piece may continue, so it is left to the next piece. A piece takes in at least as
-    much as is carried over: a word of many pieces is then read twice, not once for each of them.
-    """
-    carried = b""
-    begin = 0
-    while True:
-        end = begin + max(PIECE, len(carried))
-        data = carried + _encode(text[begin:end])
-        words = _find_words(data)
-        if end >= len(text):
-            yield words
-            return
-        starts, ends = words.starts, words.ends
-        whole = len(ends) - int(len(ends) > 0 and ends[-1] == len(data))
-        yield _Words(data, starts[:whole], ends[:whole], words.hashes[:whole])
-        keep = max(0, whole - overlap)
-        carried = data[starts[keep] :] if keep < len(starts) else b""
-        begin = end
-
-
 def _find_words(data: bytes) -> _Words:
-    """Find the words of some bytes."""
-    raw = np.frombuffer(b"".join((SPACE, data, SPACE)), np.uint8)
-    lower = raw | np.uint8(
-        0x20
-    )  # capitals become small letters, but control bytes become digits: digits are looked for in `raw`
+    """The words of some bytes, found PIECE bytes at a time; a piece ends where a word does."""
+    cuts = [0]
+    while cuts[-1] < len(data) or len(cuts) == 1:
+        gap = GAP.search(data, cuts[-1] + PIECE)
+        cuts.append(gap.start() if gap else len(data))
+    found = [_words_between(data, begin, end) for begin, end in itertools.pairwise(cuts)]
+    return _Words(data, *(found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))))
+
+
+def _words_between(data: bytes, begin: int, end: int) -> tuple[Ints, Ints, Hashes]:
+    """Starts, ends and hashes of the words in a piece."""
+    raw = np.frombuffer(b"".join((SPACE, data[begin:end], SPACE)), np.uint8)
+    # Capitals become small letters, but control bytes become digits: digits are looked for in `raw`.
+    lower = raw | np.uint8(0x20)
     inside = lower[LOAD - 1 :] - np.uint8(ord("a")) < 26  # differences wrap around: smaller bytes become large
     inside |= raw[LOAD - 1 :] - np.uint8(ord("0")) < 10
-    edges = np.flatnonzero(inside[1:] != inside[:-1])  # starts and ends in turn, counted in `data`
+    edges = np.flatnonzero(inside[1:] != inside[:-1])  # starts and ends in turn, counted in the piece
     starts, ends = edges[0::2], edges[1::2]
-    return _Words(data, starts, ends, _hash_words(lower, starts, ends))
+    return starts + begin, ends + begin, _hash_words(lower, starts, ends)
 
 
 def _hash_words(lower: NDArray[np.uint8], starts: Ints, ends: Ints) -> Hashes:
@@ -249,18 +237,18 @@ class Index:
 
     def _proposals(self, text: str) -> Iterator[tuple[bytes, np.uint64]]:
         """The n-grams of a text whose hash is known, with it, in order."""
-        for words in _pieces(text, int(self._lengths[-1]) - 1):
-            at = self._filter.passing(_hash_windows(words.hashes, self._beginning, self._powers))
-            if not len(at):
-                continue
-            parts = words.hashes.take(at[:, None] + np.arange(len(self._powers)), mode="clip") * self._powers
-            hashes = parts.cumsum(axis=1)[:, self._lengths - 1].ravel()  # (places, lengths)
-            known = self._hashes.take(self._hashes.searchsorted(hashes), mode="clip") == hashes
-            for where in np.flatnonzero(known).tolist():
-                place, which = divmod(where, len(self._lengths))
-                first, length = int(at[place]), int(self._lengths[which])
-                if first + length <= len(words.starts):
-                    yield words.joined(first, length), hashes[where]
+        words = _find_words(_encode(text))
+        at = self._filter.passing(_hash_windows(words.hashes, self._beginning, self._powers))
+        if not len(at):
+            return
+        parts = words.hashes.take(at[:, None] + np.arange(len(self._powers)), mode="clip") * self._powers
+        hashes = parts.cumsum(axis=1)[:, self._lengths - 1].ravel()  # (places, lengths)
+        known = self._hashes.take(self._hashes.searchsorted(hashes), mode="clip") == hashes
+        for where in np.flatnonzero(known).tolist():
+            place, which = divmod(where, len(self._lengths))
+            first, length = int(at[place]), int(self._lengths[which])
+            if first + length <= len(words.starts):
+                yield words.joined(first, length), hashes[where]
 
     def _owners(self, gram: bytes, hash_: np.uint64) -> set[int]:
         """The items that have this n-gram, compared word by word."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freda.data.config import DocumentsConfig, GeneratorConfig, PrepareFile
-from freda.data.files import File, find, open_file, told_if_cut_short
+from freda.data.files import File, find, open_file
 from freda.data.generators import GENERATORS
 from freda.errors import FredaError, missing_package
 
@@ -114,34 +114,26 @@ def _json_lines(file: File, config: DocumentsConfig) -> Iterator[Pending]:
 
     def parse(number: int, line: bytes) -> Record:
         where = f"{file}:{number}"
+        if len(line) > LONGEST_LINE:
+            return Broken(where, "line too long", f"more than {LONGEST_LINE} bytes")
         try:
             values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             return Broken(where, "not UTF-8", str(error))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the second where it is nested too deeply
             return Broken(where, "not JSON", str(error))
-        except RecursionError:
-            return Broken(where, "not JSON", "nested too deeply")
         if not isinstance(values, dict):
             return Broken(where, "not a JSON object")
-        record = select(where, values)
-        return record._replace(size=len(line)) if isinstance(record, Document) else record
+        return select(where, values, len(line))
 
-    for number, line in _lines(file):
-        if len(line) > LONGEST_LINE:
-            yield functools.partial(Broken, f"{file}:{number}", "line too long", f"more than {LONGEST_LINE} bytes")
-        elif not line.isspace():
-            yield functools.partial(parse, number, line)
-
-
-def _lines(file: File) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of all lines; a line that is too long is cut off."""
-    with told_if_cut_short(file), open_file(file) as stream:
-        number = 0
-        while line := stream.readline(LONGEST_LINE + 1):
-            number += 1
-            yield number, line
-            while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+    with open_file(file) as stream:
+        for number in itertools.count(1):
+            line = stream.readline(LONGEST_LINE + 1)
+            if not line:
+                return
+            if not line.isspace():
+                yield functools.partial(parse, number, line)
+            while len(line) > LONGEST_LINE and not line.endswith(b"\n"):  # skip the rest of it
                 line = stream.readline(LONGEST_LINE + 1)
 
 
@@ -156,12 +148,11 @@ def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
         where = f"{file}:{number}"
         if not "".join(row).isascii() and any("\udc80" <= c <= "\udcff" for value in row for c in value):
             return Broken(where, "not UTF-8")
-        names = header if header is not None else [str(column) for column in range(len(row))]
-        record = select(where, dict(zip(names, row, strict=False)))
+        names = header or [str(column) for column in range(len(row))]
         size = sum(len(value.encode("utf-8", "replace")) + 1 for value in row)
-        return record._replace(size=size) if isinstance(record, Document) else record
+        return select(where, dict(zip(names, row, strict=False)), size)
 
-    with told_if_cut_short(file), open_file(file) as stream:
+    with open_file(file) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         csv.field_size_limit(LONGEST_LINE)
         rows = csv.reader(text, **options)
@@ -183,13 +174,11 @@ def _parquet(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     select = Field(config.field)
     try:
         table = parquet.ParquetFile(file.path)
-        names = table.schema_arrow.names
-        columns = [name for name in dict.fromkeys(name.split(".")[0] for name in select.names)]
-        number = 0
-        for batch in table.iter_batches(batch_size=256, columns=columns if set(columns) <= set(names) else names):
-            for values in batch.to_pylist():
-                number += 1
-                yield functools.partial(select, f"{file}:{number}", values)
+        names, wanted = table.schema_arrow.names, {name.split(".")[0] for name in select.names}
+        batches = table.iter_batches(batch_size=256, columns=sorted(wanted) if wanted <= {*names} else names)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, values in enumerate(rows, start=1):
+            yield functools.partial(select, f"{file}:{number}", values)
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
         raise FredaError(f"{file} is not a readable Parquet file ({error}); get it again") from None
 
@@ -204,7 +193,7 @@ def rows_of(file: File) -> int:
 def _whole_file(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     def parse() -> Record:
         try:
-            with told_if_cut_short(file), open_file(file) as stream:
+            with open_file(file) as stream:
                 content = stream.read(LONGEST_LINE + 1)
         except PermissionError:
             return Broken(str(file), "not readable")
@@ -223,13 +212,11 @@ def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     index, metadata = (file.path.with_name(file.path.name + suffix) for suffix in (".index", ".metadata"))
     if not index.is_file():
         raise FredaError(f"{file} has no {index.name} beside it; copy both")
-    width = 4
-    if metadata.is_file():
-        first = metadata.read_text(encoding="utf-8", errors="replace").split("\n")[0]
-        width = int(first.rpartition("|")[2]) if first.rpartition("|")[2] in ("2", "4") else 4
-    if file.path.stat().st_size % width:
-        raise FredaError(f"{file} has {file.path.stat().st_size} bytes, no multiple of {width}; copy it again")
-    ids = np.memmap(file.path, f"<u{width}", "r") if file.path.stat().st_size else np.empty(0, f"<u{width}")
+    said = metadata.read_text(encoding="utf-8", errors="replace") if metadata.is_file() else ""
+    width, size = 2 if said.split("\n")[0].rpartition("|")[2] == "2" else 4, file.path.stat().st_size
+    if size % width:
+        raise FredaError(f"{file} has {size} bytes, no multiple of {width}; copy it again")
+    ids = np.memmap(file.path, f"<u{width}", "r") if size else np.empty(0, f"<u{width}")
     ends = np.fromfile(index, "<u8").astype(np.int64)
     if len(ends) and ends[-1] != len(ids):
         raise FredaError(f"{file} has {len(ids)} tokens, its index ends at {ends[-1]}; copy both again")
@@ -238,9 +225,7 @@ def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
 
     def parse(number: int) -> Record:
         begin = int(ends[number - 1]) if number else 0
-        own = (
-            ids[begin : int(ends[number])].clip(max=np.iinfo(np.int32).max).astype(np.int32)
-        )  # too large for any table
+        own = ids[begin : int(ends[number])].clip(max=MOST_ID).astype(np.int32)
         return Document(f"{file}:{number + 1}", "", own, size=width * len(own))
 
     for number in range(len(ends)):
@@ -272,13 +257,8 @@ def _hugging_face(config: DocumentsConfig, part: int, parts: int) -> Iterator[Re
     select = Field(config.field)
     title = "/".join(name for name in (config.path, config.config, config.split) if name)
     try:
-        stream = datasets.load_dataset(
-            config.path,
-            config.config or None,
-            split=config.split,
-            revision=config.revision or None,
-            streaming=True,
-        )
+        options = {"split": config.split, "revision": config.revision or None, "streaming": True}
+        stream = datasets.load_dataset(config.path, config.config or None, **options)
         files = min(parts, stream.num_shards)
         own = stream.shard(num_shards=files, index=part % files)
         sharing = len(range(part % files, parts, files))
@@ -328,19 +308,20 @@ class Field:
         self._pieces = [(literal, name) for literal, name, _, _ in pieces]
         self.names = [name for _, name in self._pieces if name]
 
-    def __call__(self, where: str, values: Mapping[str, Any]) -> Record:
+    def __call__(self, where: str, values: Mapping[str, Any], size: int = 0) -> Record:
         """The document in `values`, or a `Broken` that says what is missing."""
         text = []
         for literal, name in self._pieces:
             text.append(literal)
-            if name:
-                value: Any = values
-                for key in name.split("."):
-                    value = value.get(key) if isinstance(value, Mapping) else None
-                if value is None:
-                    return Broken(where, f"no field {name}", f"it has {', '.join(map(str, values))}")
-                parts = value if isinstance(value, list | tuple) else [value]
-                if not all(isinstance(part, str | int | float) for part in parts):
-                    return Broken(where, f"field {name} is not text", f"it is {str(value)[:60]}")
-                text.append("\n".join(map(str, parts)))
-        return Document(where, "".join(text))
+            if not name:
+                continue
+            value: Any = values
+            for key in name.split("."):
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if value is None:
+                return Broken(where, f"no field {name}", f"it has {', '.join(map(str, values))}")
+            parts = value if isinstance(value, list | tuple) else [value]
+            if not all(isinstance(part, str | int | float) for part in parts):
+                return Broken(where, f"field {name} is not text", f"it is {str(value)[:60]}")
+            text.append("\n".join(map(str, parts)))
+        return Document(where, "".join(text), size=size)

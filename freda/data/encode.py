@@ -15,7 +15,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,16 +46,6 @@ DIFFICULT_TEXTS = (
 )
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """What tiktoken needs of a tokenizer, and what the encoder must do beside it."""
-
-    pattern: str
-    ranks: dict[bytes, int]
-    nfc: bool
-    added: re.Pattern[str]  # finds the texts of added tokens, BLANK's among them
-
-
 class _UnfitError(Exception):
     """Why tiktoken cannot stand in for a tokenizer."""
 
@@ -68,13 +57,16 @@ class Encoder:
     processes that get a pickled encoder build it again from `tokenizer.json`, without the checks.
     """
 
-    def __init__(self, tokenizer: Tokenizer, recipe: _Recipe | None, reason: str) -> None:
-        """Use `make_encoder`, which checks that `recipe` gives the ids of `tokenizer`."""
-        self.library = "tokenizers" if recipe is None else "tiktoken"
-        self.reason = reason
-        self._tokenizer = tokenizer
-        self._recipe = recipe
-        self.tiktoken: Any = None if recipe is None else _encoding(recipe, tokenizer.blank_id)
+    def __init__(self, tokenizer: Tokenizer, reason: str = "") -> None:
+        """Use `make_encoder`, which checks that both libraries give the same ids."""
+        self._tokenizer, self.reason = tokenizer, reason
+        self.library = "tokenizers" if reason else "tiktoken"
+        self.tiktoken: Any = None
+        if not reason:
+            values = json.loads(tokenizer.json_text)
+            self._nfc = _is_nfc(values.get("normalizer"))
+            self._added = _added_tokens(values)
+            self.tiktoken = _encoding(values, tokenizer.blank_id)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Exactly the ids of `Tokenizer.encode`, and exactly its errors."""
@@ -87,14 +79,14 @@ class Encoder:
         Such a text contains an added token (BLANK is an error there), lone surrogates (an error too), or a million
         spaces in a row, for which the stack of tiktoken's regex engine is too small. Without tiktoken it is any text.
         """
-        if self._recipe is None or self._recipe.added.search(text):
+        if self.tiktoken is None or self._added.search(text):
             return None
         try:
             # The library's own NFC, 40 MB/s, for the few texts that change: its tables are those of Unicode 9, and
             # Python 3.11 orders 98 marks that are younger. What Python calls normal is normal to both.
-            if self._recipe.nfc and not unicodedata.is_normalized("NFC", text):
+            if self._nfc and not unicodedata.is_normalized("NFC", text):
                 text = NFC.normalize_str(text)
-                if self._recipe.added.search(text):
+                if self._added.search(text):
                     return None
             # Not encode_ordinary, which makes a list (4.2 against 4.7 million tokens a second) and panics where its
             # stack is too small. The copy is there because the buffer cannot be written to.
@@ -103,8 +95,11 @@ class Encoder:
             return None
         return ids
 
+    def __str__(self) -> str:
+        return f"{self.library} ({self.reason})" if self.reason else self.library
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self._tokenizer.json_text, self._tokenizer.settings, self.library, self.reason)
+        return Encoder, (self._tokenizer, self.reason)
 
 
 def make_encoder(tokenizer: Tokenizer, sample: Iterable[str] = ()) -> Encoder:
@@ -113,37 +108,44 @@ def make_encoder(tokenizer: Tokenizer, sample: Iterable[str] = ()) -> Encoder:
     tiktoken is used where it can be built and gives the very same ids on a list of difficult texts and on `sample`.
     """
     try:
-        values = json.loads(tokenizer.json_text)
-        encoder = Encoder(tokenizer, _recipe(values), "")
-        _check_merges(values["model"])
+        encoder = Encoder(tokenizer)
+        _check_merges(json.loads(tokenizer.json_text)["model"])
         for text in itertools.chain(DIFFICULT_TEXTS, _every_script(), sample):
             _compare(encoder, tokenizer, text)
     except _UnfitError as error:
-        return Encoder(tokenizer, None, str(error))
+        return Encoder(tokenizer, str(error))
     return encoder
 
 
-def _restore(json_text: str, settings: Mapping[str, Any], library: str, reason: str) -> Encoder:
-    """Rebuild an encoder in another process; the first one has checked it."""
-    recipe = _recipe(json.loads(json_text)) if library == "tiktoken" else None
-    return Encoder(Tokenizer(json_text, settings), recipe, reason)
-
-
-# -- what tokenizer.json says ----------------------------------------------------------------------------------------
-
-
-def _recipe(values: Mapping[str, Any]) -> _Recipe:
-    """What tiktoken needs, read from tokenizer.json; an error says why it cannot stand in."""
+def _encoding(values: Mapping[str, Any], blank_id: int) -> Any:
+    """The tiktoken encoding of a byte-level BPE; an error says why there is none."""
+    try:
+        import tiktoken
+    except ImportError:
+        raise _UnfitError(str(missing_package("tiktoken", "data"))) from None
     _check_model(values["model"])
-    normalizer = values.get("normalizer")
+    pattern, ranks = _pattern(values.get("pre_tokenizer")), _ranks(values["model"])
+    # A special token, though it never occurs: with none tiktoken looks for the empty text, at half the speed.
+    special = {BLANK_TEXT: blank_id}
+    try:
+        return tiktoken.Encoding("freda", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    except ValueError as error:
+        raise _UnfitError(f"tiktoken cannot read its split pattern: {' '.join(str(error).split())}") from None
+
+
+def _is_nfc(normalizer: Mapping[str, Any] | None) -> bool:
     if normalizer not in (None, {"type": "NFC"}):
         raise _UnfitError(f"its normalizer is {normalizer.get('type')}, not NFC or none")
+    return normalizer is not None
+
+
+def _added_tokens(values: Mapping[str, Any]) -> re.Pattern[str]:
+    """A pattern that finds the texts of added tokens, BLANK's among them."""
     texts = {token["content"] for token in values.get("added_tokens", ())} | {BLANK_TEXT}
     # An added token with `normalized` is looked for in its normal form.
     forms = {form for text in texts for form in (text, NFC.normalize_str(text)) if form}
     # One alternation costs 0.7% of the encoding for Qwen's 27 texts, 27 tests with `in` would cost 17%.
-    added = re.compile("|".join(map(re.escape, sorted(forms))))
-    return _Recipe(_pattern(values.get("pre_tokenizer")), _ranks(values["model"]), normalizer is not None, added)
+    return re.compile("|".join(map(re.escape, sorted(forms))))
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
@@ -189,8 +191,8 @@ def _byte_characters() -> str:
 
 def _ranks(model: Mapping[str, Any]) -> dict[bytes, int]:
     """The bytes of every token that a text can contain, with its id, which is its rank."""
-    to_latin = str.maketrans({character: chr(byte) for byte, character in enumerate(_byte_characters())})
-    return {entry.translate(to_latin).encode("latin-1"): model["vocab"][entry] for entry in _reachable(model)}
+    to_byte = {character: byte for byte, character in enumerate(_byte_characters())}
+    return {bytes(to_byte[character] for character in entry): model["vocab"][entry] for entry in _reachable(model)}
 
 
 def _reachable(model: Mapping[str, Any]) -> set[str]:
@@ -203,9 +205,6 @@ def _reachable(model: Mapping[str, Any]) -> set[str]:
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The pairs to merge, in order. Older files write a pair as one string; no byte is written as a space."""
     return [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
-
-
-# -- comparing the libraries -----------------------------------------------------------------------------------------
 
 
 def _check_merges(model: Mapping[str, Any]) -> None:
@@ -231,20 +230,6 @@ def _check_merges(model: Mapping[str, Any]) -> None:
         parts = len(bpe.tokenize(entry))
         if parts == 2 or (parts > 2 and not model.get("ignore_merges")):
             raise _UnfitError(f"tiktoken would make the token {entry!r} where its merges do not")
-
-
-def _encoding(recipe: _Recipe, blank_id: int) -> Any:
-    """Build the tiktoken encoding."""
-    try:
-        import tiktoken
-    except ImportError:
-        raise _UnfitError(str(missing_package("tiktoken", "data"))) from None
-    # A special token, though it never occurs: with none tiktoken looks for the empty text, at half the speed.
-    special = {BLANK_TEXT: blank_id}
-    try:
-        return tiktoken.Encoding("freda", pat_str=recipe.pattern, mergeable_ranks=recipe.ranks, special_tokens=special)
-    except ValueError as error:
-        raise _UnfitError(f"tiktoken cannot read its split pattern: {' '.join(str(error).split())}") from None
 
 
 def _compare(encoder: Encoder, tokenizer: Tokenizer, text: str) -> None:

@@ -36,14 +36,13 @@ class Estimate(NamedTuple):
 def estimate(file: PrepareFile, root: Path) -> tuple[list[Estimate], Tools]:
     """All sources, and the tools that the run would use."""
     file = with_sources(file)
-    sources, settings = sources_of(file, file.source, root), file.prepare
+    settings, wanted = file.prepare, budgets(file.prepare.tokens, file.source)
     if settings.tokenizer:
         tokenizer = named_tokenizer(settings, root)
     else:
-        tokenizer = train_tokenizer(sample(sources), settings.vocab_size)
-    tools = Tools(sources, sources_of(file, file.benchmark, root), file.decontaminate, tokenizer)
-    wanted = budgets(settings.tokens, file.source)
-    return [_estimate(name, source, settings, wanted[name], tools) for name, source in sources.items()], tools
+        tokenizer = train_tokenizer(sample(sources_of(file, file.source, root)), settings.vocab_size)
+    tools = Tools(file, root, tokenizer)
+    return [_estimate(name, source, settings, wanted[name], tools) for name, source in tools.sources.items()], tools
 
 
 def _estimate(name: str, source: Source, settings: PrepareConfig, wanted: int, tools: Tools) -> Estimate:
@@ -100,9 +99,8 @@ def plan_lines(file: PrepareFile, root: Path, workers: int) -> list[str]:
         wanted = f"{one.wanted:,}" if one.wanted >= 0 else "all"
         lines.append(f"{one.name:<14} {files:>6} {size:>10} {there:>14} {wanted:>14} {epochs:>7} {duration(took):>9}")
     total = sum(max(one.wanted, 0) for one in found)
-    why = f" ({tools.encoder.reason})" if tools.encoder.reason else ""
     lines.append(f"{total:,} tokens, {4 * total / 1e9:.2f} GB, about {duration(seconds)} with {workers} processes")
-    lines.append(f"tokenizer of {tools.tokenizer.size:,} ids, encoding with {tools.encoder.library}{why}")
+    lines.append(f"tokenizer of {tools.tokenizer.size:,} ids, encoding with {tools.encoder}")
     for name, info in tools.index.benchmarks.items() if tools.index is not None else ():
         lines.append(
             f"keeps out {name}: {info.indexed:,} of {info.items:,} texts, {info.too_short:,} too short to tell"

@@ -56,8 +56,8 @@ class File(NamedTuple):
 
 def find(config: DocumentsConfig, root: Path) -> list[File]:
     """The files of a source, in a fixed order; none is an error."""
-    base = Path(sysconfig.get_paths()["stdlib"]) if (config.kind, config.path) == ("code", "stdlib") else None
-    base = base or root / Path(config.path).expanduser()
+    stdlib = (config.kind, config.path) == ("code", "stdlib")
+    base = Path(sysconfig.get_paths()["stdlib"]) if stdlib else root / Path(config.path).expanduser()
     if not base.exists():
         raise FredaError(f"there is no {base}; relative paths start from the folder given with --data")
     if base.is_file():
@@ -103,8 +103,9 @@ def _members(archive: Path, config: DocumentsConfig) -> list[File]:
     if config.kind in ("parquet", "datatrove"):
         raise FredaError(f"{archive}: {config.kind} files cannot be read inside an archive; unpack it")
     with told_if_cut_short(archive):
-        members = [(number, member) for number, member in enumerate(_archive(archive).getmembers())]
-    files = [File(archive, os.path.normpath(m.name), n, m.size) for n, m in members if m.isfile() or m.islnk()]
+        members = _archive(archive).getmembers()
+    plain = [(number, member) for number, member in enumerate(members) if member.isfile() or member.islnk()]
+    files = [File(archive, os.path.normpath(member.name), number, member.size) for number, member in plain]
     return [f for f in files if not any(map(_hidden, f.member.split("/"))) and _wanted(f.member, config)]
 
 
@@ -121,27 +122,27 @@ def told_if_cut_short(file: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_file(file: File) -> Iterator[IO[bytes]]:
-    """The decompressed bytes of a file."""
+    """The decompressed bytes of a file; one that is cut short or damaged is refused."""
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstd}
+    unpack = openers.get(Path(file.name).suffix, contextlib.nullcontext)
+    with told_if_cut_short(file), _opened(file) as stream, unpack(stream) as unpacked:
+        yield unpacked
+
+
+def _opened(file: File) -> IO[bytes]:
     archive = _archive(file.path) if file.member else None
     try:
         opened = archive.extractfile(archive.getmembers()[file.number]) if archive else file.path.open("rb")
     except (KeyError, RecursionError):
         raise FredaError(f"{file} is a link to nothing; remove it from the archive, or exclude it with files") from None
     assert opened is not None, "only plain members are listed"
-    with opened as stream, _unpacked(stream, file.name) as unpacked:
-        yield unpacked
+    return opened
 
 
 @functools.lru_cache(maxsize=16)
 def _archive(path: Path) -> tarfile.TarFile:
     """An archive stays open while its members are read: each opening would unpack it from the start."""
     return tarfile.open(path)
-
-
-def _unpacked(stream: IO[bytes], name: str) -> Any:
-    """The decompressed bytes of a stream, as a context."""
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstd}
-    return openers.get(Path(name).suffix, contextlib.nullcontext)(stream)
 
 
 def _zstd(stream: IO[bytes]) -> Any:
@@ -172,7 +173,7 @@ class _Chunks(io.RawIOBase):
     """A stream of the bytes that an iterator yields."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._left = chunks, memoryview(b"")
+        self._chunks, self._left = filter(None, chunks), memoryview(b"")
 
     def readable(self) -> bool:
         """Always true: the stream is for reading only."""
@@ -180,11 +181,7 @@ class _Chunks(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill the buffer as far as the next chunk goes."""
-        while not self._left:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._left = memoryview(chunk)
+        self._left = self._left or memoryview(next(self._chunks, b""))
         count = min(len(buffer), len(self._left))
         buffer[:count], self._left = self._left[:count], self._left[count:]
         return count

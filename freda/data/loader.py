@@ -8,9 +8,9 @@ reads the rows of the coming steps in a thread.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from freda.data.pack import plan
 from freda.data.shards import Documents, Manifest
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 
 if TYPE_CHECKING:  # training only reads ids: it need not import the tokenizer library
     from freda.data.tokenizer import Tokenizer
@@ -61,8 +61,7 @@ class Loader:
         self._documents = Documents(folder, split, self.manifest)
         self._lengths = self._documents.lengths()
         self._plan = plan(self._lengths, seq_len, self.manifest.align)
-        self._seq_len = seq_len
-        self._seed = seed
+        self._seq_len, self._seed = seq_len, seed
         self._kept_order: tuple[int, Ints] | None = None
         self.rows = self._plan.rows
         if self.rows == 0:
@@ -77,31 +76,26 @@ class Loader:
 
     def batch(self, first_row: int, count: int) -> Batch:
         """Rows `first_row` to `first_row + count`, numbered through all epochs."""
-        shape = (count, self._seq_len)
-        tokens = np.full(shape, self.manifest.eos_id, np.int64)
-        document = np.full(shape, -1, np.int32)
-        position = np.zeros(shape, np.int32)
-        fill = np.zeros(shape, np.bool_)
-        for offset in range(count):
-            epoch, place = divmod(first_row + offset, self.rows)
-            number = int(self._order(epoch)[place])
-            self._read_row(number, tokens[offset], document[offset], position[offset], fill[offset])
-        arrays, one_document = (tokens, document, position, fill), bool((document <= 0).all())
-        return Batch._make([*map(torch.from_numpy, arrays), one_document])
+        padding = ((self.manifest.eos_id, np.int64), (-1, np.int32), (0, np.int32), (False, np.bool_))
+        arrays = [np.full((count, self._seq_len), value, dtype) for value, dtype in padding]
+        for row, columns in enumerate(zip(*arrays, strict=True), start=first_row):
+            epoch, place = divmod(row, self.rows)
+            self._read_row(int(self._order(epoch)[place]), *columns)
+        return Batch._make([*map(torch.from_numpy, arrays), bool((arrays[1] <= 0).all())])
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse a model whose tokenizer is not the one that the shards were written with."""
-        ours, theirs = self.manifest.tokenizer, tokenizer.fingerprint
-        if ours != theirs:
-            raise FredaError(
-                f"{self._folder} was written with tokenizer {ours[:8]}, the model has {theirs[:8]}; "
-                "prepare the data with the model's tokenizer"
-            )
-        if self.manifest.eos_id != tokenizer.eos_id:
-            raise FredaError(
-                f"{self._folder} ends documents with id {self.manifest.eos_id}, the model with {tokenizer.eos_id}; "
-                "prepare the data with prepare.eos set to the model's token"
-            )
+        ours, theirs = self.manifest, tokenizer
+        require(
+            ours.tokenizer == theirs.fingerprint,
+            f"{self._folder} was written with tokenizer {ours.tokenizer[:8]}, the model has {theirs.fingerprint[:8]}; "
+            "prepare the data with the model's tokenizer",
+        )
+        require(
+            ours.eos_id == theirs.eos_id,
+            f"{self._folder} ends documents with id {ours.eos_id}, the model with {theirs.eos_id}; "
+            "prepare the data with prepare.eos set to the model's token",
+        )
 
     def _order(self, epoch: int) -> Ints:
         """The permutation of an epoch. The last one is kept: batches ask for neighbouring rows."""
@@ -120,21 +114,12 @@ class Loader:
             document[begin:end] = index
             position[begin:end] = np.arange(length)
             if start + length == self._lengths[source]:  # only the last piece of a document is filled
-                fill[end - self._fill_length(tokens[begin:end]) : end] = True
+                # The closing EOS is among the last `align` tokens; EOS further left belongs to the text.
+                last = tokens[end - self.manifest.align : end]
+                text = np.flatnonzero(last != self.manifest.eos_id)
+                closing = end - len(last) + (int(text[-1]) + 1 if len(text) else 0)
+                fill[closing + 1 : end] = True
             begin = end
-
-    def _fill_length(self, tokens: Ints) -> int:
-        """How many EOS follow the one that ends the document.
-
-        The closing EOS lies in the last `align` tokens; EOS further left belongs to the text.
-        """
-        last = tokens[-self.manifest.align :]
-        text = np.flatnonzero(last != self.manifest.eos_id)
-        closing = int(text[-1]) + 1 if len(text) else 0
-        return len(last) - closing - 1
-
-
-# -- which rows, and when --------------------------------------------------------------------------------------------
 
 
 def rank_rows(batch_rows: int, group_rows: int, *, rank: int, world: int) -> list[range]:
@@ -162,62 +147,34 @@ def pinned(batch: Batch, device: torch.device) -> Batch:
 
 
 class Prefetcher:
-    """The batches of the coming steps, built in order by a thread; use it as a context manager.
+    """The batches of the coming steps, built in order by a thread up to `ahead` steps ahead; a context manager.
 
-    The thread is up to `ahead` steps ahead and ends with the last step, with the context, or with an error, which
-    `take` raises once the steps before it are taken.
+    An error in the thread is raised by the `take` of its step.
     """
 
     def __init__(self, build: Callable[[int], list[Batch]], steps: range, *, ahead: int = STEPS_AHEAD) -> None:
         self._build, self._steps, self._ahead = build, steps, ahead
         self._next = steps.start  # the step that is taken next
-        self._ready: deque[list[Batch]] = deque()
-        self._error: BaseException | None = None
-        self._open = False
-        self._changed = threading.Condition()  # guards all of the above
-        # Leaving the context waits for the thread; a daemon cannot keep the program alive should that be interrupted.
-        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+        self._pool = ThreadPoolExecutor(1, "prefetch")  # it starts its thread with the first step
+        self._ready: deque[Future[list[Batch]]] = deque()
 
     def __enter__(self) -> Self:
-        self._open = True
-        self._thread.start()
+        self._ready.extend(self._pool.submit(self._build, step) for step in self._steps[: self._ahead])
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._open = False
-            self._changed.notify_all()
-        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
         self._ready.clear()
 
     def take(self, step: int) -> list[Batch]:
         """Wait for the batches of the next step."""
-        with self._changed:
-            if step != self._next or step not in self._steps:
-                raise ValueError(f"asked for step {step}, next is {self._next} of {self._steps}")
-            self._changed.wait_for(lambda: self._ready or self._error or not self._open)
-            if not self._ready:
-                raise self._error or RuntimeError(f"asked for step {step} outside of the context")
-            self._next += 1
-            self._changed.notify_all()
-            return self._ready.popleft()
-
-    def _room(self) -> bool:
-        """Wait until another step may be built; False once the context is left."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) < self._ahead or not self._open)
-            return self._open
-
-    def _work(self) -> None:
-        try:
-            for step in self._steps:
-                if not self._room():
-                    return
-                batches = self._build(step)
-                with self._changed:
-                    self._ready.append(batches)
-                    self._changed.notify_all()
-        except BaseException as error:  # for the training loop to handle, with the traceback of this thread
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+        if step != self._next or step not in self._steps:
+            raise ValueError(f"asked for step {step}, next is {self._next} of {self._steps}")
+        if not self._ready:
+            raise RuntimeError(f"asked for step {step} outside of the context")
+        batches = self._ready[0].result()
+        self._ready.popleft()
+        self._next += 1
+        if step + self._ahead in self._steps:
+            self._ready.append(self._pool.submit(self._build, step + self._ahead))
+        return batches

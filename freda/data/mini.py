@@ -78,9 +78,6 @@ def questions(kind: MiniKind, config: MiniConfig, split: Split, count: int) -> l
     return list(found.values())
 
 
-# -- questions to a model that was trained on shards of the suite -----------------------------------------------------
-
-
 def questions_of(kind: MiniKind, folder: Path, count: int) -> list[Item]:
     """The first test questions, as difficult as the documents in a folder of shards."""
     return questions(kind, settings_of(folder), "test", count)

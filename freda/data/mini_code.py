@@ -38,14 +38,8 @@ JUDGING = 6  # probes, the last and richest ones, on which every step must make 
 NAMES = ("solve", "task", "change", "compute", "apply", "work", "process", "convert", "make", "answer")
 ARGUMENTS = {"numbers": ("xs", "numbers", "values", "nums", "data"), "text": ("s", "text", "line", "sentence")}
 LETTERS = tuple("aeinorst")
-CONSTANTS = {
-    "k": tuple(map(str, range(2, 10))),
-    "n": tuple(map(str, range(2, 6))),
-    "f": tuple(map(str, range(2, 6))),
-    "t": tuple(map(str, range(2, 21))),
-    "a": LETTERS,
-    "b": LETTERS,
-}
+CONSTANTS = {name: tuple(map(str, range(2, end))) for name, end in (("k", 10), ("n", 6), ("f", 6), ("t", 21))}
+CONSTANTS |= {"a": LETTERS, "b": LETTERS}
 
 
 class Operation(NamedTuple):
@@ -181,15 +175,10 @@ class Function(NamedTuple):
 def _uses(operation: Operation) -> list[Used]:
     """The operation with every choice of its constants."""
     names = [name for name in CONSTANTS if f"{{{name}}}" in operation.expression]
-    found = []
-    for values in itertools.product(*(CONSTANTS[name] for name in names)):
-        if len(set(values)) == len(values):
-            constants = dict(zip(names, values, strict=True))
-            expression = operation.expression.format(v="v", **constants)
-            found.append(
-                Used(operation, constants, eval(f"lambda v: {expression}"))
-            )  # only expressions of the tables above
-    return found
+    choices = itertools.product(*(CONSTANTS[name] for name in names))
+    found = [dict(zip(names, values, strict=True)) for values in choices if len(set(values)) == len(values)]
+    sources = [operation.expression.format(v="v", **constants) for constants in found]  # of the tables above only
+    return [Used(operation, one, eval(f"lambda v: {source}")) for one, source in zip(found, sources, strict=True)]
 
 
 STEPS, ENDS = (
@@ -216,10 +205,8 @@ TELLING = {state: _telling(state) for state in (N, T, W)}
 
 def draw(rng: random.Random, config: MiniConfig) -> Function:
     """Draw a function that is worth asking for."""
-    count, found = between(rng, config.code_steps_from, config.code_steps_to), None
-    while found is None:
-        found = _drawn(rng, count)
-    return found
+    count = between(rng, config.code_steps_from, config.code_steps_to)
+    return next(filter(None, (_drawn(rng, count) for _ in itertools.count())))
 
 
 def _drawn(rng: random.Random, count: int) -> Function | None:
@@ -234,19 +221,13 @@ def _drawn(rng: random.Random, count: int) -> Function | None:
     if len(set(map(repr, outputs))) < LEAST_OUTPUTS:
         return None
     known = list(zip(PROBES[family], outputs, strict=True))[-JUDGING:]
-    if not all(_matters(place, steps, known) for place in range(count)):
-        return None
+    for place, step in enumerate(steps[:-1]):
+        without = steps[:place] + steps[place + 1 :]
+        same_type = step.operation.takes == step.operation.makes  # any other step cannot be omitted
+        if same_type and all(_result(without, probe) == output for probe, output in known):
+            return None
     key = hashlib.sha256(f"{family} {outputs}".encode()).hexdigest()[:24]
     return Function(family, tuple(steps), key)
-
-
-def _matters(place: int, steps: list[Used], known: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether leaving out this step changes the result for one of these inputs with known outputs."""
-    operation = steps[place].operation
-    if operation.takes != operation.makes:
-        return True
-    without = steps[:place] + steps[place + 1 :]
-    return any(_result(without, probe) != output for probe, output in known)
 
 
 def _result(steps: Sequence[Used], value: Any) -> Any:
@@ -277,10 +258,8 @@ def _sentence(content: Function, rng: random.Random, shown: int) -> str:
         result = repr(content.steps[shown].function(example))
         steps[shown] = f"do what makes {result} of {example!r}" if result in telling else steps[shown]
     words = {"first": steps[0], "First": _capital(steps[0]), "end": returned, "last": len(steps) + 1}
-    middle = [
-        following.format(next=step, Next=_capital(step), number=number)
-        for number, step in enumerate(steps[1:], start=2)
-    ]
+    numbered = enumerate(steps[1:], start=2)
+    middle = [following.format(next=step, Next=_capital(step), number=number) for number, step in numbered]
     return start.format(**words) + "".join(middle) + end.format(**words)
 
 

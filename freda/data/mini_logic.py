@@ -44,8 +44,6 @@ LEVELS = (  # each thing is inside one of the next level, those of the last leve
     ("corner", "closet", "cabinet", "niche", "alcove", "chamber"),
     ("kitchen", "hall", "cellar", "attic", "garage", "study"),
 )
-
-
 FAMILIES = ("inside", "with", "swap", *["walk"] * 3)  # things, people, things whose places swap; half are walks
 MOVES = ("left", "right", "across")  # by 1, 3 and 2 places around the circle
 SHIFTS = (1, 3, 2)
@@ -133,9 +131,8 @@ def _draw_walk(rng: random.Random, config: MiniConfig) -> Walk:
         count = between(rng, config.logic_hops_from, MOVES_A_HOP * config.logic_hops_to)
         if lesson and rng.random() < SINGLE:
             count = 1
-        return tuple(
-            favourite if lesson and rng.random() < FAVOURED else between(rng, 0, len(MOVES) - 1) for _ in range(count)
-        )
+        favoured = (lesson and rng.random() < FAVOURED for _ in range(count))
+        return tuple(favourite if one else between(rng, 0, len(MOVES) - 1) for one in favoured)
 
     start = between(rng, 0, len(LETTERS) - 1)
     return Walk(start, tuple(moves() for _ in range(between(rng, *STOPS))), lesson)

@@ -32,27 +32,19 @@ THINGS = (
     *("pencils", "stickers", "tickets", "buttons", "cookies", "flowers", "toys", "nuts", "candles", "photos"),
 )
 OPENINGS = (
-    "{name} has {n} {things}.",
-    "{name} starts with {n} {things}.",
-    "{name} owns {n} {things}.",
+    *("{name} has {n} {things}.", "{name} starts with {n} {things}.", "{name} owns {n} {things}."),
     "In the morning {name} has {n} {things}.",
     "There are {n} {things} in the bag of {name}.",
     "{name} counts {n} {things}.",
 )
 TOLD: dict[Change, tuple[str, ...]] = {
     "add": (
-        "{She} finds {n} more.",
-        "{She} buys {n} more.",
-        "Then {she} gets {n} more.",
-        "A friend brings {n} more.",
+        *("{She} finds {n} more.", "{She} buys {n} more.", "Then {she} gets {n} more.", "A friend brings {n} more."),
         "{other} gives {name} {n} {things}.",
         "Later {name} receives another {n}.",
     ),
     "take": (
-        "{She} gives away {n}.",
-        "{She} loses {n}.",
-        "Then {she} sells {n}.",
-        "A friend takes {n}.",
+        *("{She} gives away {n}.", "{She} loses {n}.", "Then {she} sells {n}.", "A friend takes {n}."),
         "{name} gives {n} {things} to {other}.",
         "Later {n} of them are gone.",
     ),
@@ -79,17 +71,12 @@ COMPARED_WITH: dict[Change, tuple[str, ...]] = {
     "times": ("{name} has {n} times as many as {other}.", "{name} owns {n} times as many {things} as {other}."),
 }
 BESIDE = (
-    "The shop has {n} {others}.",
-    "{She} also has {n} {others}.",
-    "It is day {n} of the year.",
-    "{name} is {n} years old.",
-    "The {others} cost {n} coins each.",
+    *("The shop has {n} {others}.", "{She} also has {n} {others}.", "It is day {n} of the year."),
+    *("{name} is {n} years old.", "The {others} cost {n} coins each."),
 )
 QUESTIONS = (
-    "How many {things} does {name} have now?",
-    "How many does {she} have in the end?",
-    "How many {things} are left?",
-    "What is the number of {things} now?",
+    *("How many {things} does {name} have now?", "How many does {she} have in the end?"),
+    *("How many {things} are left?", "What is the number of {things} now?"),
 )
 TOGETHER = (
     "How many {things} do {name} and {other} have together?",
@@ -107,9 +94,9 @@ class Step(NamedTuple):
 
     def applied(self, total: int) -> int:
         """The total after this step."""
-        if self.change in ("add", "take", "parcels"):
-            return total + self.number * {"add": 1, "take": -1, "parcels": self.size}[self.change]
-        return total * self.number if self.change == "times" else total // self.number
+        if self.change in ("times", "share"):
+            return total * self.number if self.change == "times" else total // self.number
+        return total + self.number * {"add": 1, "take": -1, "parcels": self.size}[self.change]
 
     def worked(self, total: int) -> str:
         """The equations of this step."""
@@ -135,10 +122,8 @@ class Calculation(NamedTuple):
             if (step.change in ("times", "share")) != scales:
                 scales = not scales
                 runs.append([])
-            if step.change == "parcels":
-                runs[-1].append("+{}x{}".format(*sorted((step.number, step.size))))
-            else:
-                runs[-1].append(f"{SIGNS[step.change]}{step.number}")
+            parcels = "+{}x{}".format(*sorted((step.number, step.size)))
+            runs[-1].append(parcels if step.change == "parcels" else f"{SIGNS[step.change]}{step.number}")
         return " ".join("".join(sorted(run)) for run in runs) + (" together" if self.together else "")
 
 
@@ -175,7 +160,7 @@ def _step(rng: random.Random, change: Change, total: int, most: int, most_times:
 
 def told(content: Calculation, rng: random.Random, config: MiniConfig) -> Item:
     """Tell the calculation as a story, with its solution."""
-    question = _compared(content, rng, config) if content.together else _lived(content, rng, config)
+    question = _comparison(content, rng, config) if content.together else _story(content, rng, config)
     solution, total = [], content.start
     for step in content.steps:
         solution.append(step.worked(total))
@@ -189,7 +174,7 @@ def told(content: Calculation, rng: random.Random, config: MiniConfig) -> Item:
     return Item(f"Q: {question}\nA:", f" {' '.join(solution)}", str(total), content.key, level, family)
 
 
-def _lived(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
+def _story(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
     """A story about one person whose total changes."""
     person, other = _people(rng, 2)
     while other.she == person.she:  # or "she" might be either
@@ -201,7 +186,7 @@ def _lived(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
     return " ".join([*_with_beside(sentences, words, rng, config), pick(rng, QUESTIONS).format(**words)])
 
 
-def _compared(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
+def _comparison(content: Calculation, rng: random.Random, config: MiniConfig) -> str:
     """A comparison: every person has more or less than the one before."""
     people = _people(rng, len(content.steps) + 1)
     words = _words(rng, people[0], people[-1])

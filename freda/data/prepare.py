@@ -11,14 +11,13 @@ the run resumes and ends with the same bytes. A folder that holds anything else 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,10 @@ from typing import Any
 from freda.data.config import MADE, CorpusConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.decontaminate import Index
 from freda.data.documents import first_texts, newest_commit, sources_of
-from freda.data.encode import Encoder
 from freda.data.shards import MANIFEST, SPLITS, Documents, Manifest, SplitInfo
-from freda.data.tasks import EXAMPLES, WORK, Outcome, Task, Worker, description, stamps
+from freda.data.tasks import EXAMPLES, WORK, Outcome, Task, Worker, description, fingerprint, stamps
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
-from freda.data.workers import Runner, progress, runner
+from freda.data.workers import Runner, progress, runner, torchrun
 from freda.errors import FredaError
 from freda.files import beside, locked, write_whole
 
@@ -72,12 +70,12 @@ def prepare(
             (out / WORK).mkdir(exist_ok=True)
             file = with_revisions(file, out)
             _provide_tokenizer(file, root, out)
-        with runner(file, root, out, workers, world) as (worker, run):
+        with torchrun(file, root, out) if world > 1 else runner(file, root, out, workers) as (worker, run):
             if rank:
                 _all_waves(worker.file.source, worker.settings, run)
                 return Manifest(description(worker.file, root), 0, 0, 0, "", {})  # rank 0 writes the true one
-            if note and any(source.config.kind not in MADE for source in worker.sources.values()):
-                note(_encoder_note(worker.tools.encoder))
+            if note and any(source.kind not in MADE for source in worker.file.source.values()):
+                note(f"tokenizing with {worker.tools.encoder}")
             with progress(out, worker.settings.tokens) if note else contextlib.nullcontext():
                 outcomes, held = _all_waves(worker.file.source, worker.settings, run)
             if note and held:
@@ -119,10 +117,6 @@ def with_revisions(file: PrepareFile, out: Path, known: Mapping[str, Any] | None
     return file
 
 
-def _encoder_note(encoder: Encoder) -> str:
-    return f"tokenizing with {encoder.library}" + (f": {encoder.reason}" if encoder.reason else "")
-
-
 # -- planning --------------------------------------------------------------------------------------------------------
 
 
@@ -132,22 +126,19 @@ def budgets(tokens: int, sources: Mapping[str, SourceConfig]) -> dict[str, int]:
     return {name: max(least, round(tokens * source.share / whole)) for name, source in sources.items()}
 
 
-def next_wave(
-    source: str, budget: int, epochs: int, parts: int, done: Sequence[Mapping[Task, Outcome]]
-) -> tuple[list[Task], str]:
-    """The tasks that a source needs next, given its finished waves; or none, with a message if the source ran dry."""
+def next_wave(source: str, budget: int, epochs: int, parts: int, done: Outcomes) -> tuple[list[Task], str]:
+    """The tasks that a source needs next, given its finished ones; or none, with a message if the source ran dry."""
     if not done:
         return [Task(source, part, 0, 0, 0, math.ceil(budget / parts)) for part in range(parts)], ""
-    have = sum(outcome.tokens for wave in done for outcome in wave.values())
+    have = sum(outcome.tokens for _, outcome in done)
     if not budget or have >= budget:
         return [], ""
-    epoch = max(task.epoch for task in done[-1])
-    last = {task.part: outcome for wave in done for task, outcome in wave.items() if task.epoch == epoch}
+    epoch, wave = done[-1][0].epoch, done[-1][0].wave + 1
+    last = {task.part: outcome for task, outcome in done if task.epoch == epoch}
     live = {part: outcome.read for part, outcome in last.items() if not outcome.exhausted}
-    wave = len(done)
     if not live:
-        in_epoch = sum(o.tokens for tasks in done for task, o in tasks.items() if task.epoch == epoch)
-        if epoch + 1 >= epochs or not in_epoch:
+        useful = any(outcome.tokens for task, outcome in done if task.epoch == epoch)
+        if epoch + 1 >= epochs or not useful:
             needed = f"; {math.ceil(budget * (epoch + 1) / have)} epochs would do" if have else ""
             return [], f"source.{source} ran dry: {have:,} of {budget:,} tokens after {epoch + 1} epochs{needed}"
         epoch, live = epoch + 1, dict.fromkeys(range(parts), 0)
@@ -162,12 +153,8 @@ def _all_waves(sources: Mapping[str, SourceConfig], settings: PrepareConfig, run
     whether there was a second run.
     """
     outcomes = _waves(sources, settings, run, held=0.0)
-    documents = {
-        split: sum(outcome.shards[split].documents for _, outcome in outcomes if split in outcome.shards)
-        for split in SPLITS
-    }
-    least = min((outcome.least_draw for _, outcome in outcomes), default=1.0)
-    if not settings.validation_share or documents["validation"] or documents["train"] < 2 or least == 1:
+    splits, least = _splits(outcomes), min((outcome.least_draw for _, outcome in outcomes), default=1.0)
+    if not settings.validation_share or splits["validation"].documents or splits["train"].documents < 2 or least == 1:
         return outcomes, False
     return _waves(sources, settings, run, held=math.nextafter(least, 1)), True
 
@@ -175,26 +162,22 @@ def _all_waves(sources: Mapping[str, SourceConfig], settings: PrepareConfig, run
 def _waves(sources: Mapping[str, SourceConfig], settings: PrepareConfig, run: Runner, held: float) -> Outcomes:
     """Run every source to its budget, all sources side by side."""
     wanted = budgets(settings.tokens, sources)
-    done: dict[str, list[dict[Task, Outcome]]] = {name: [] for name in sources}
-    dry: dict[str, str] = {}
+    done: dict[str, Outcomes] = {name: [] for name in sources}
     while True:
-        tasks: list[Task] = []
-        for name, source in sources.items():
-            mine, dry[name] = next_wave(name, wanted[name], source.epochs, settings.parts, done[name])
-            tasks += [task._replace(held=held) for task in mine]
+        plans = [next_wave(name, wanted[name], sources[name].epochs, settings.parts, done[name]) for name in sources]
+        tasks = [task._replace(held=held) for own, _ in plans for task in own]
         if not tasks:
             break
-        outcomes = dict(zip(tasks, run(tasks), strict=True))
-        for name, found in itertools.groupby(outcomes.items(), key=lambda item: item[0].source):
-            done[name].append(dict(found))
-            if len(done[name]) == 1:
-                _check_useful(name, done[name][0].values())
-    if any(dry.values()):
+        for task, outcome in zip(tasks, run(tasks), strict=True):
+            done[task.source].append((task, outcome))
+        for name, found in done.items():
+            _check_useful(name, [outcome for _, outcome in found])
+    if dry := [message for _, message in plans if message]:
         raise FredaError(
-            f"{'; '.join(filter(None, dry.values()))}. Raise epochs, lower the share or prepare.tokens, or add "
-            "documents; what is written is kept for the next run"
+            f"{'; '.join(dry)}. Raise epochs, lower the share or prepare.tokens, or add documents; what is written is "
+            "kept for the next run"
         )
-    return [item for waves in done.values() for wave in waves for item in wave.items()]
+    return list(itertools.chain.from_iterable(done.values()))
 
 
 def _check_useful(source: str, outcomes: Collection[Outcome]) -> None:
@@ -208,6 +191,10 @@ def _check_useful(source: str, outcomes: Collection[Outcome]) -> None:
         )
 
 
+def _splits(outcomes: Outcomes) -> dict[str, SplitInfo]:
+    return {split: SplitInfo.of([one.shards[split] for _, one in outcomes if split in one.shards]) for split in SPLITS}
+
+
 # -- the folder ------------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +205,7 @@ def _finished(file: PrepareFile, root: Path, out: Path, *, replace_other: bool) 
     if changes and replace_other:
         with locked(out):
             (out / WORK).mkdir(exist_ok=True)
-            for shard in (shard for info in manifest.splits.values() for shard in info.shards):
+            for shard in manifest.shards:
                 _, _, task = shard.name.partition("-")
                 (out / WORK / f"{task}.begun").touch()  # removed in the end, unless the new corpus has it too
             (out / MANIFEST).unlink()
@@ -237,16 +224,15 @@ def _finished(file: PrepareFile, root: Path, out: Path, *, replace_other: bool) 
 
 def _changes(manifest: Manifest, file: PrepareFile, root: Path) -> list[str]:
     """In what a finished corpus differs from the one that a file describes."""
-    old, new = _flat(manifest.source), _flat(description(file, root))
+    old, new = (
+        {f"{section}.{key}": value for section, table in source.items() for key, value in table.items()}
+        for source in (manifest.source, description(file, root))
+    )
     if file.prepare.tokenizer:
         tokenizer = named_tokenizer(file.prepare, root)
         old |= {"tokenizer": manifest.tokenizer[:8], "eos_id": manifest.eos_id}
         new |= {"tokenizer": tokenizer.fingerprint[:8], "eos_id": tokenizer.eos_id}
     return [f"{key} {old.get(key)} (now {new.get(key)})" for key in {**old, **new} if old.get(key) != new.get(key)]
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, table in values.items() for key, value in table.items()}
 
 
 def _check_leftovers(out: Path) -> None:
@@ -265,8 +251,8 @@ def _provide_tokenizer(file: PrepareFile, root: Path, out: Path) -> None:
         named_tokenizer(file.prepare, root).save(out / WORK)
         return
     sources = list(sources_of(file, file.source, root).values())
-    text = json.dumps([description(file, root), [stamps(source) for source in sources]], sort_keys=True)
-    key, mark = hashlib.sha256(text.encode()).hexdigest(), out / WORK / "tokenizer.key"
+    key = fingerprint([description(file, root), [stamps(source) for source in sources]])
+    mark = out / WORK / "tokenizer.key"
     if mark.is_file() and mark.read_text(encoding="utf-8") == key:
         return
     mark.unlink(missing_ok=True)
@@ -288,13 +274,10 @@ def named_tokenizer(settings: PrepareConfig, root: Path) -> Tokenizer:
 def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
     """Write the tokenizer and then the manifest, which declares the shards complete; remove the records."""
     out, tokenizer = worker.out, worker.tools.tokenizer
-    splits: dict[str, SplitInfo] = {
-        split: SplitInfo.of([outcome.shards[split] for _, outcome in outcomes if split in outcome.shards])
-        for split in SPLITS
-    }
+    splits = _splits(outcomes)
     if not splits["train"].documents:
         raise FredaError("no document is left to train on; check the sources with freda prepare --plan")
-    first = [(task.source, outcome) for task, outcome in outcomes if task.epoch == 0]  # later epochs drop the same
+    first = [item for item in outcomes if item[0].epoch == 0]  # later epochs drop the same
     manifest = Manifest(
         source=description(worker.file, root),
         align=worker.settings.align,
@@ -303,7 +286,7 @@ def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
         tokenizer=tokenizer.fingerprint,
         splits=splits,
         dropped=_dropped(first),
-        examples=_examples(outcome for _, outcome in first),
+        examples=_examples(first),
         contamination=_contamination(worker.tools.index, first),
     )
     for split in splits:
@@ -316,7 +299,7 @@ def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
 
 def _clean_up(out: Path, manifest: Manifest) -> None:
     """Remove what the run needed, and what was begun with other settings: by our own records, and nothing else."""
-    kept = {shard.name for info in manifest.splits.values() for shard in info.shards}
+    kept = {shard.name for shard in manifest.shards}
     begun = {f"{split}-{mark.stem}" for mark in (out / WORK).glob("*.begun") for split in SPLITS}
     for name, suffix in itertools.product(begun - kept, (".bin", ".idx")):
         path = out / f"{name}{suffix}"
@@ -325,30 +308,30 @@ def _clean_up(out: Path, manifest: Manifest) -> None:
     shutil.rmtree(out / WORK)
 
 
-def _dropped(outcomes: Iterable[tuple[str, Outcome]]) -> dict[str, dict[str, int]]:
+def _dropped(outcomes: Outcomes) -> dict[str, dict[str, int]]:
     counts: dict[str, Counter[str]] = {}
-    for source, outcome in outcomes:
-        counts.setdefault(source, Counter()).update(outcome.dropped)
+    for task, outcome in outcomes:
+        counts.setdefault(task.source, Counter()).update(outcome.dropped)
     return {source: dict(sorted(reasons.items())) for source, reasons in counts.items() if reasons}
 
 
-def _examples(outcomes: Iterable[Outcome]) -> list[dict[str, str]]:
+def _examples(outcomes: Outcomes) -> list[dict[str, str]]:
     """The first few of every source and reason."""
     kept: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for example in itertools.chain.from_iterable(outcome.examples for outcome in outcomes):
+    for example in itertools.chain.from_iterable(outcome.examples for _, outcome in outcomes):
         kept.setdefault((example["source"], example["reason"]), []).append(example)
     return [example for examples in kept.values() for example in examples[:EXAMPLES]]
 
 
-def _contamination(index: Index | None, outcomes: Iterable[tuple[str, Outcome]]) -> dict[str, Any]:
+def _contamination(index: Index | None, outcomes: Outcomes) -> dict[str, Any]:
     """For every benchmark: its texts, and for every source how many documents hold some of them and how many texts."""
     benchmarks = index.benchmarks if index is not None else {}
     report: dict[str, Any] = {name: {**info._asdict(), "sources": {}} for name, info in benchmarks.items()}
     items: dict[tuple[str, str], set[int]] = {}
-    for source, outcome in outcomes:
+    for task, outcome in outcomes:
         for name, found in outcome.contaminated.items():
-            hit = items.setdefault((name, source), set())
+            hit = items.setdefault((name, task.source), set())
             hit.update(found["items"])
-            mine = report[name]["sources"].setdefault(source, {"documents": 0})
+            mine = report[name]["sources"].setdefault(task.source, {"documents": 0})
             mine |= {"documents": mine["documents"] + found["documents"], "items": len(hit)}
     return report

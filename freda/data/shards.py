@@ -20,12 +20,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 from freda.files import beside, write_whole
 
 ShardSplit = Literal["train", "validation"]
@@ -35,9 +35,6 @@ MANIFEST = "manifest.json"
 ID = np.dtype("<i4")
 OFFSET = np.dtype("<i8")
 START_ANEW = "delete the folder and run freda prepare again"
-
-
-# -- the manifest ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,11 @@ class Manifest:
     contamination: dict[str, Any] = field(default_factory=dict)  # {benchmark: {items, indexed, ..., by source}}
     version: int = FORMAT_VERSION
 
+    @property
+    def shards(self) -> list[ShardInfo]:
+        """The shards of all splits."""
+        return [shard for split in self.splits.values() for shard in split.shards]
+
     def write(self, folder: Path) -> None:
         """Declare the folder complete."""
         write_whole(folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
@@ -94,11 +96,9 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a complete folder."""
-        if not folder.is_dir():
-            raise FredaError(f"there is no folder {folder}; make it with freda prepare")
         path = folder / MANIFEST
-        if not path.exists():
-            raise FredaError(f"{folder} has no {MANIFEST}: it is half written; run freda prepare again")
+        require(folder.is_dir(), f"there is no folder {folder}; make it with freda prepare")
+        require(path.exists(), f"{folder} has no {MANIFEST}: it is half written; run freda prepare again")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             version = values["version"]
@@ -118,11 +118,10 @@ class Manifest:
 def generator_settings(folder: Path, section: str, version: int) -> dict[str, Any]:
     """The section of the prepare file that a generator of this version made the documents of a folder from."""
     values = dict(Manifest.read(folder).source.get(section, {}))
-    if not values:
-        raise FredaError(f"{folder} holds no documents generated from [{section}]; name shards that do with --data")
+    require(bool(values), f"{folder} holds no documents generated from [{section}]; name shards that do with --data")
     found = values.pop("generator")
-    if found != version:
-        raise FredaError(f"{folder} was made by version {found} of the generator, this is {version}; prepare it again")
+    why = f"{folder} was made by version {found} of the generator, this is {version}; prepare it again"
+    require(found == version, why)
     return values
 
 
@@ -138,60 +137,47 @@ def shard_lines(manifest: Manifest) -> list[str]:
     for source, reasons in manifest.dropped.items():
         lines.append(f"dropped from {source}: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()))
     for name, found in manifest.contamination.items():
-        hits = ", ".join(
-            f"{s}: {n['documents']:,} documents ({n['items']:,} texts)" for s, n in found["sources"].items()
-        )
+        counts = found["sources"].items()
+        hits = ", ".join(f"{source}: {n['documents']:,} documents ({n['items']:,} texts)" for source, n in counts)
         lines.append(f"kept out {name} ({found['indexed']:,} of {found['items']:,} texts): {hits or 'nothing found'}")
     return lines
-
-
-# -- writing ---------------------------------------------------------------------------------------------------------
 
 
 class ShardWriter:
     """Writes one shard, document by document. Use it as a context manager; the files appear when it closes well."""
 
     def __init__(self, folder: Path, name: str, *, eos_id: int, align: int) -> None:
-        self._name = name
+        self._name, self._eos_id, self._align = name, eos_id, align
         self._paths = (folder / f"{name}.bin", folder / f"{name}.idx")
-        self._eos_id = eos_id
-        self._align = align
-        self.documents = 0
-        self.tokens = 0
-        self._sha256 = hashlib.sha256()
-        self._sha256_idx = hashlib.sha256()
+        self._hashes = (hashlib.sha256(), hashlib.sha256())
+        self.documents = self.tokens = 0
 
-    def __enter__(self) -> ShardWriter:
-        self._bin, self._idx = (beside(path).open("wb") for path in self._paths)
+    def __enter__(self) -> Self:
+        self._files = [beside(path).open("wb") for path in self._paths]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._bin.close()
-        self._idx.close()
-        if kind is None:
-            for path in self._paths:
-                beside(path).replace(path)
+        for file in self._files:
+            file.close()
+        for path in self._paths if kind is None else ():
+            beside(path).replace(path)
 
     def add(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Append a document; EOS and the fill are added here."""
         length = (len(ids) // self._align + 1) * self._align  # the next multiple that leaves room for EOS
         document = np.full(length, self._eos_id, ID)
         document[: len(ids)] = ids
-        self._bin.write(document.data)
-        self._sha256.update(document.data)
         self.documents += 1
         self.tokens += length
-        end = self.tokens.to_bytes(OFFSET.itemsize, "little")
-        self._idx.write(end)
-        self._sha256_idx.update(end)
+        written: tuple[Any, Any] = (document.data, self.tokens.to_bytes(OFFSET.itemsize, "little"))
+        for data, file, digest in zip(written, self._files, self._hashes, strict=True):
+            file.write(data)
+            digest.update(data)
 
     def info(self, source: str) -> ShardInfo:
         """What was written, for the manifest."""
-        digests = (self._sha256.hexdigest(), self._sha256_idx.hexdigest())
+        digests = (digest.hexdigest() for digest in self._hashes)
         return ShardInfo(self._name, source, self.documents, self.tokens, *digests)
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 class Documents:
@@ -232,9 +218,9 @@ class Documents:
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Read every shard and compare its hashes with the manifest's."""
-    shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    hashes = {f"{shard.name}.bin": shard.sha256 for shard in shards}
-    for name, expected in (hashes | {f"{shard.name}.idx": shard.sha256_idx for shard in shards}).items():
+    hashes = {f"{shard.name}.bin": shard.sha256 for shard in manifest.shards}
+    hashes |= {f"{shard.name}.idx": shard.sha256_idx for shard in manifest.shards}
+    for name, expected in hashes.items():
         with open(folder / name, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected:
@@ -243,11 +229,7 @@ def verify(folder: Path, manifest: Manifest) -> None:
 
 def _memory_map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     """A read-only view of a file that must hold `count` numbers."""
-    if not path.exists():
-        raise FredaError(f"{path} is missing; {START_ANEW}")
+    require(path.exists(), f"{path} is missing; {START_ANEW}")
     size, wanted = path.stat().st_size, count * dtype.itemsize
-    if size != wanted:
-        raise FredaError(f"{path} has {size} bytes, its manifest says {wanted}; {START_ANEW}")
-    if count == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r")
+    require(size == wanted, f"{path} has {size} bytes, its manifest says {wanted}; {START_ANEW}")
+    return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)  # an empty file cannot be mapped

@@ -52,45 +52,15 @@ THINGS = (
     *("shells", "apples", "coins", "books", "pens", "cards"),
     *("eggs", "stamps", "marbles", "stones", "beads", "cups"),
 )
-OPENINGS = (
-    "{name} has {n} {things}.",
-    "{name} starts with {n} {things}.",
-    "{name} owns {n} {things}.",
-    "{name} keeps {n} {things}.",
-)
-ADDITIONS = (
-    "{She} finds {n} more.",
-    "{She} buys {n} more.",
-    "{She} gets {n} more.",
-    "A friend brings {n} more.",
-)
-SUBTRACTIONS = (
-    "{She} gives away {n}.",
-    "{She} loses {n}.",
-    "{She} sells {n}.",
-    "A friend takes {n}.",
-)
-QUESTIONS = (
-    "How many {things} does {name} have now?",
-    "How many does {she} have?",
-    "How many {things} now?",
-)
-WORKED_ADDITIONS = (
-    "{equation}.",
-    "{name} has {equation} {things}.",
-    "That makes {equation}.",
-)
-WORKED_SUBTRACTIONS = (
-    "{equation}.",
-    "{name} has {equation} {things}.",
-    "That leaves {equation}.",
-)
+OPENINGS = tuple("{name} " + verb + " {n} {things}." for verb in ("has", "starts with", "owns", "keeps"))
+ADDITIONS = ("{She} finds {n} more.", "{She} buys {n} more.", "{She} gets {n} more.", "A friend brings {n} more.")
+SUBTRACTIONS = ("{She} gives away {n}.", "{She} loses {n}.", "{She} sells {n}.", "A friend takes {n}.")
+QUESTIONS = ("How many {things} does {name} have now?", "How many does {she} have?", "How many {things} now?")
+WORKED_ADDITIONS = ("{equation}.", "{name} has {equation} {things}.", "That makes {equation}.")
+WORKED_SUBTRACTIONS = ("{equation}.", "{name} has {equation} {things}.", "That leaves {equation}.")
 ANSWER = "The answer is"
 # At most 15 digits, with or without commas between thousands; no decimals, and no letters after it.
 WHOLE_NUMBER = re.compile(r"\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,15}))(?![.,]?\w)")
-
-
-# -- problems --------------------------------------------------------------------------------------------------------
 
 
 class Sum(NamedTuple):
@@ -112,9 +82,9 @@ class Sum(NamedTuple):
         total = self.start
         for change in self.changes:
             before, total = total, total + change
-            larger, part, rest = (before, -change, total) if change < 0 else (total, change, before)
             # Without a carry, the digits of the two smaller numbers add up to the digits of the larger one.
-            if _digit_sum(part) + _digit_sum(rest) != _digit_sum(larger):
+            *smaller, larger = (sum(map(int, str(number))) for number in sorted((before, abs(change), total)))
+            if sum(smaller) != larger:
                 return True
         return False
 
@@ -164,16 +134,11 @@ def problems_of(config: CorpusConfig, split: Split) -> Iterator[Problem]:
 def split_of(key: str) -> Split:
     """The split a sum belongs to: 80% train, 10% validation, 10% test, whatever the seed."""
     bucket = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 10
-    if bucket < 8:
-        return "train"
-    return "validation" if bucket == 8 else "test"
-
-
-# -- drawing ---------------------------------------------------------------------------------------------------------
+    return "train" if bucket < 8 else "validation" if bucket == 8 else "test"
 
 
 def _draw_sum(rng: random.Random, config: CorpusConfig, split: Split) -> Sum:
-    """Draw a sum of the split."""
+    """A random sum of the split."""
     for _ in range(PATIENCE):
         start = total = between(rng, LEAST, config.max_number)
         changes = []
@@ -198,10 +163,6 @@ def _draw_change(rng: random.Random, total: int, max_number: int, max_change: in
     return -between(rng, LEAST, min(max_change, total - LEAST))
 
 
-def _digit_sum(number: int) -> int:
-    return sum(map(int, str(number)))
-
-
 def between(rng: random.Random, least: int, most: int) -> int:
     """Draw a whole number from a closed range. Only `random()` is the same in every version of Python."""
     return least + int(rng.random() * (most - least + 1))
@@ -212,13 +173,9 @@ def pick(rng: random.Random, options: Sequence[T]) -> T:
     return options[between(rng, 0, len(options) - 1)]
 
 
-# -- wording ---------------------------------------------------------------------------------------------------------
-
-
 def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
     """Tell a sum as a story, and solve it."""
-    person = pick(rng, PEOPLE)
-    words = {**person.words, "things": pick(rng, THINGS)}
+    words = {**pick(rng, PEOPLE).words, "things": pick(rng, THINGS)}
     question = [pick(rng, OPENINGS).format(n=drawn.start, **words)]
     solution = []
     total = drawn.start
@@ -226,23 +183,14 @@ def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
         told, worked = (ADDITIONS, WORKED_ADDITIONS) if change > 0 else (SUBTRACTIONS, WORKED_SUBTRACTIONS)
         question.append(pick(rng, told).format(n=abs(change), **words))
         wording = pick(rng, worked) if varied else worked[0]
-        swap = varied and change > 0 and rng.random() >= 0.5
-        solution.append(wording.format(equation=_equation(total, change, swap=swap), **words))
+        left, sign, right = (total, "+", change) if change > 0 else (total, "-", -change)
+        if varied and change > 0 and rng.random() >= 0.5:
+            left, right = right, left
         total += change
+        solution.append(wording.format(equation=f"{left} {sign} {right} = {total}", **words))
     question.append(pick(rng, QUESTIONS).format(**words))
     solution.append(f"{ANSWER} {total}.")
     return Problem(" ".join(question), " ".join(solution), total, drawn.key)
-
-
-def _equation(total: int, change: int, *, swap: bool) -> str:
-    """The equation of one step, with its summands swapped if wanted."""
-    if change < 0:
-        return f"{total} - {-change} = {total + change}"
-    left, right = (change, total) if swap else (total, change)
-    return f"{left} + {right} = {total + change}"
-
-
-# -- grading ---------------------------------------------------------------------------------------------------------
 
 
 def final_answer(text: str) -> int | None:

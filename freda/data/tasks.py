@@ -13,7 +13,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.data.config import DecontaminateConfig, PrepareConfig, PrepareFile
+from freda.data.config import PrepareConfig, PrepareFile
 from freda.data.decontaminate import Hit, Index
 from freda.data.documents import Broken, Document, Source, first_texts, is_unicode, read, sources_of
 from freda.data.encode import Encoder, make_encoder
@@ -72,10 +71,6 @@ class Outcome:
         """Training tokens written."""
         return self.shards["train"].tokens if "train" in self.shards else 0
 
-    def write(self, path: Path) -> None:
-        """Declare the task done."""
-        write_whole(path, json.dumps(dataclasses.asdict(self)))
-
     @classmethod
     def read_from(cls, path: Path) -> Outcome | None:
         """The record of a task, if it is there and whole."""
@@ -87,16 +82,15 @@ class Outcome:
             return None
 
 
-# -- what a task depends on ------------------------------------------------------------------------------------------
-
-
 def description(file: PrepareFile, root: Path) -> dict[str, Any]:
     """What the shards depend on, apart from the tokenizer: kept in the manifest, it tells corpora apart."""
     values: dict[str, Any] = {"prepare": dataclasses.asdict(file.prepare)}
     del values["prepare"]["tokenizer"]  # its fingerprint counts, not where it lies
     for section, tables in (("source", file.source), ("benchmark", file.benchmark)):
         for name, source in sources_of(file, tables, root).items():
-            values[f"{section}.{name}"] = {**dataclasses.asdict(source.config), **_amount(source)}
+            paths = {file.path for file in source.files()}
+            amount = {"found": len(paths), "bytes": sum(path.stat().st_size for path in paths)} if paths else {}
+            values[f"{section}.{name}"] = {**dataclasses.asdict(source.config), **amount}
     if file.benchmark:
         values["decontaminate"] = dataclasses.asdict(file.decontaminate)
     for source in sources_of(file, file.source, root).values():
@@ -104,11 +98,6 @@ def description(file: PrepareFile, root: Path) -> dict[str, Any]:
             generator = GENERATORS[source.config.kind]
             values[generator.section] = {"generator": generator.version, **dataclasses.asdict(source.generator)}
     return values
-
-
-def _amount(source: Source) -> dict[str, int]:
-    paths = {file.path for file in source.files()}
-    return {"found": len(paths), "bytes": sum(path.stat().st_size for path in paths)} if paths else {}
 
 
 def task_keys(file: PrepareFile, root: Path, tokenizer: Tokenizer) -> Mapping[str, str]:
@@ -122,8 +111,13 @@ def task_keys(file: PrepareFile, root: Path, tokenizer: Tokenizer) -> Mapping[st
     for name, source in sources_of(file, file.source, root).items():
         own = {key: value for key, value in whole[f"source.{name}"].items() if key not in ("share", "epochs")}
         parts = [FORMAT_VERSION, vocabulary, settings, shared, kept_out, name, own, stamps(source)]
-        keys[name] = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        keys[name] = fingerprint(parts)
     return keys
+
+
+def fingerprint(values: Any) -> str:
+    """A hash of values that JSON can write."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def stamps(source: Source) -> list[tuple[int, int]]:
@@ -134,22 +128,14 @@ def stamps(source: Source) -> list[tuple[int, int]]:
     return [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
-# -- doing it --------------------------------------------------------------------------------------------------------
-
-
 class Tools:
     """What turns texts into ids: the tokenizer, its fast encoder, and the index of texts to keep out, if any."""
 
-    def __init__(
-        self,
-        sources: Mapping[str, Source],
-        benchmarks: Mapping[str, Source],
-        limits: DecontaminateConfig,
-        tokenizer: Tokenizer,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.encoder: Encoder = make_encoder(tokenizer, sample(sources))
-        self.index = Index(benchmark_texts(benchmarks), limits) if benchmarks else None
+    def __init__(self, file: PrepareFile, root: Path, tokenizer: Tokenizer) -> None:
+        self.sources, self.tokenizer = sources_of(file, file.source, root), tokenizer
+        self.encoder: Encoder = make_encoder(tokenizer, sample(self.sources))
+        benchmarks = benchmark_texts(sources_of(file, file.benchmark, root))
+        self.index = Index(benchmarks, file.decontaminate) if file.benchmark else None
 
 
 def benchmark_texts(benchmarks: Mapping[str, Source]) -> Iterator[tuple[str, str]]:
@@ -172,33 +158,21 @@ class Worker:
     """Carries out tasks; holds what all of them need."""
 
     def __init__(self, file: PrepareFile, root: Path, out: Path) -> None:
-        self.file, self.out = file, out
-        self.settings, self.sources = file.prepare, sources_of(file, file.source, root)
-        tokenizer = Tokenizer.load(out / WORK)
-        self.tools = Tools(self.sources, sources_of(file, file.benchmark, root), file.decontaminate, tokenizer)
-        self.keys = task_keys(file, root, tokenizer)
-
-    def key(self, task: Task) -> str:
-        """A hash of everything that determines what the task will write."""
-        return hashlib.sha256(json.dumps([self.keys[task.source], *task]).encode()).hexdigest()
-
-    def done(self, task: Task) -> Outcome | None:
-        """The outcome of the task, if it was done before with these very settings."""
-        found = Outcome.read_from(self._record(task))
-        if found is None or found.key != self.key(task):
-            return None
-        return found if all(shard.is_there(self.out) for shard in found.shards.values()) else None
+        self.file, self.out, self.settings = file, out, file.prepare
+        self.tools = Tools(file, root, Tokenizer.load(out / WORK))
+        self._keys = task_keys(file, root, self.tools.tokenizer)
 
     def run(self, task: Task) -> Outcome:
-        """Do the task, unless it is done."""
-        found = self.done(task)
-        if found is not None:
+        """Do the task, unless it was done before with these very settings."""
+        record = self.out / WORK / f"{task.name}.json"
+        found = Outcome.read_from(record)
+        if found and found.key == self._key(task) and all(one.is_there(self.out) for one in found.shards.values()):
             return found
         try:
-            self._record(task).unlink(missing_ok=True)  # it describes shards that are about to change
-            self._record(task).with_suffix(".begun").touch()
+            record.unlink(missing_ok=True)  # it describes shards that are about to change
+            record.with_suffix(".begun").touch()
             outcome = self._write(task)
-            outcome.write(self._record(task))
+            write_whole(record, json.dumps(dataclasses.asdict(outcome)))  # which declares the task done
         except OSError as error:
             raise FredaError(
                 f"{task.name}: {error.strerror or error}: {error.filename or self.out}; what is finished is kept: "
@@ -206,20 +180,21 @@ class Worker:
             ) from error
         return outcome
 
-    def _record(self, task: Task) -> Path:
-        return self.out / WORK / f"{task.name}.json"
+    def _key(self, task: Task) -> str:
+        """A hash of everything that determines what the task will write."""
+        return fingerprint([self._keys[task.source], *task])
 
     def _write(self, task: Task) -> Outcome:
         """Read and write until the task has its tokens, or the part ends."""
-        settings = self.settings
-        tally = Tally(self.tools, settings, task.source, task.part, task.held)
-        records = read(self.sources[task.source], part=task.part, parts=settings.parts, seed=settings.seed)
+        settings, tools = self.settings, self.tools
+        tally = Tally(tools, settings, task.source, task.part, task.held)
+        records = read(tools.sources[task.source], part=task.part, parts=settings.parts, seed=settings.seed)
+        layout = {"eos_id": tools.tokenizer.eos_id, "align": settings.align}
+        writers: dict[str, ShardWriter] = {
+            split: ShardWriter(self.out, f"{split}-{task.name}", **layout) for split in SPLITS
+        }
         number, exhausted = 0, True
-        with ExitStack() as stack:
-            layout = {"eos_id": self.tools.tokenizer.eos_id, "align": settings.align}
-            writers: dict[str, ShardWriter] = {
-                split: stack.enter_context(ShardWriter(self.out, f"{split}-{task.name}", **layout)) for split in SPLITS
-            }
+        with writers["train"], writers["validation"]:
             for number, record in enumerate(records, start=1):
                 if number <= task.skip:
                     continue
@@ -233,7 +208,7 @@ class Worker:
         shards = {split: writer.info(task.source) for split, writer in writers.items() if writer.documents}
         for split, suffix in itertools.product(writers.keys() - shards.keys(), (".bin", ".idx")):
             (self.out / f"{split}-{task.name}{suffix}").unlink()
-        return Outcome(self.key(task), number, exhausted, shards, **tally.results())
+        return Outcome(self._key(task), number, exhausted, shards, **tally.results())
 
 
 class Tally:
@@ -299,11 +274,10 @@ class Tally:
     def _hits_in(self, text: str) -> list[Hit]:
         """The benchmark items that contaminate a text; they are counted."""
         hits = self._tools.index.hits(text) if self._tools.index is not None else []
-        for name in dict.fromkeys(hit.benchmark for hit in hits):
+        for name in {hit.benchmark for hit in hits}:
             found = self._hits.setdefault(name, {"documents": 0, "items": set()})
             found["documents"] += 1
-        for hit in hits:
-            self._hits[hit.benchmark]["items"].add(hit.item)
+            found["items"] |= {hit.item for hit in hits if hit.benchmark == name}
         return hits
 
     def _drop(self, where: str, reason: str, detail: str = "") -> None:

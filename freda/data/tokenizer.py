@@ -9,17 +9,18 @@ may write the same tokenizer differently and the fingerprint would change) and `
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import lzma
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 from freda.files import read_json, read_text
 
 BLANK_TEXT = "<|blank|>"
@@ -36,47 +37,43 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` that knows which ids are BLANK and EOS.
 
     Attributes: `blank_id`; `eos_id`, which ends documents in training; `stop_ids`, all ids that end generation, with
-    `eos_id` first; `size`, the number of ids, BLANK included; `settings`, what `tokenizer_config.json` says.
+    `eos_id` first; `size`, the number of ids, BLANK included; `json_text` and `settings`, its two files.
     """
 
     def __init__(self, json_text: str, settings: Mapping[str, Any]) -> None:
         """From the text of `tokenizer.json` and settings with `eos_token` and, optionally, `stop_tokens`."""
-        self._json_text = json_text
+        self.json_text = json_text
         self._tokenizer = _parse(json_text)
         self.settings = dict(settings)
         self.blank_id = self._blank_id()
         self.size = self.blank_id + 1
         self.eos_id = self._named_id("eos_token", token_text(settings.get("eos_token")))
         texts = settings.get("stop_tokens", ())
-        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-            raise FredaError(f"stop_tokens of tokenizer_config.json is {texts!r}; make it a list of tokens")
+        listed = isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)
+        require(listed, f"stop_tokens of tokenizer_config.json is {texts!r}; make it a list of tokens")
         stops = [self._named_id("stop_tokens", text) for text in texts]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *stops]))
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """The tokenizer of a model or data folder."""
-        try:
+        with _told_where(folder):
             return cls(read_text(folder / "tokenizer.json"), read_settings(folder))
-        except FredaError as error:
-            raise FredaError(f"cannot read the tokenizer in {folder}: {error}") from None
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`; `transformers.AutoTokenizer` reads them too."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self._json_text, encoding="utf-8", newline="")
+        (folder / "tokenizer.json").write_text(self.json_text, encoding="utf-8", newline="")
         text = json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n"
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
-    @property
-    def json_text(self) -> str:
-        """The text of `tokenizer.json` as it was read."""
-        return self._json_text
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer, (self.json_text, self.settings)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of `tokenizer.json` without regard to its spacing: equal fingerprints give equal ids."""
-        canonical = json.dumps(json.loads(self._json_text), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(json.loads(self.json_text), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -89,8 +86,9 @@ class Tokenizer:
             )
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError:
-            raise _surrogate_error(text) from None
+        except TypeError:  # lone surrogates: what Python makes of broken bytes when it reads a command line
+            offset = next(index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+            raise FredaError(f"the text is not valid Unicode at character {offset}; write it as UTF-8") from None
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -100,13 +98,9 @@ class Tokenizer:
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Each token by itself as printable text, to draw drafts: BLANK is ░, EOS ■, a part of a character �."""
-        return [self._piece(index) for index in ids]
+        return [{self.blank_id: "░", self.eos_id: "■"}.get(index) or self._piece(index) for index in ids]
 
     def _piece(self, index: int) -> str:
-        if index == self.blank_id:
-            return "░"
-        if index == self.eos_id:
-            return "■"
         token = self._tokenizer.id_to_token(index)
         if token is None:
             return UNKNOWN_PIECE
@@ -139,19 +133,24 @@ def open_tokenizer(folder: Path, eos: str = "") -> Tokenizer:
     `eos` names another token to end documents. `tokenizer.json` may be compressed with xz.
     """
     packed = folder / "tokenizer.json.xz"
-    if not folder.is_dir():
-        raise FredaError(f"there is no folder {folder}; name one that holds a tokenizer.json")
-    try:
+    require(folder.is_dir(), f"there is no folder {folder}; name one that holds a tokenizer.json")
+    with _told_where(folder):
         text = _unpack(packed) if packed.is_file() else read_text(folder / "tokenizer.json")
-        settings = read_settings(folder)
+        settings, parsed = read_settings(folder), _parse(text)
         end = eos or token_text(settings.get("eos_token"))
         if end is None:
             raise FredaError("tokenizer_config.json names no eos_token")
-        if _parse(text).token_to_id(end) is None:
+        if parsed.token_to_id(end) is None:
             raise FredaError(f"it has no token {end!r}, which should end documents; set prepare.eos")
-        if _parse(text).token_to_id(BLANK_TEXT) is None:
+        if parsed.token_to_id(BLANK_TEXT) is None:
             return with_blank(text, [end], settings)
         return Tokenizer(text, {**settings, "eos_token": end})
+
+
+@contextlib.contextmanager
+def _told_where(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except FredaError as error:
         raise FredaError(f"cannot read the tokenizer in {folder}: {error}") from None
 
@@ -237,16 +236,7 @@ def _parse(json_text: str) -> tokenizers.Tokenizer:
     return parsed
 
 
-def _surrogate_error(text: str) -> FredaError:
-    """The error for broken bytes, which Python turns into lone surrogates when it reads a command line."""
-    offset = next(index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff")
-    return FredaError(f"the text is not valid Unicode at character {offset}; write it as UTF-8")
-
-
 def _drawn(character: str) -> str:
     """A character as a single cell of a terminal shows it."""
-    if character in DRAWN_CHARACTERS:
-        return DRAWN_CHARACTERS[character]
-    if character.isspace():
-        return " "
-    return character if character.isprintable() else UNKNOWN_PIECE
+    other = " " if character.isspace() else character if character.isprintable() else UNKNOWN_PIECE
+    return DRAWN_CHARACTERS.get(character, other)

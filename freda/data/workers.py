@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -28,12 +29,8 @@ Runner = Callable[[Sequence[Task]], Sequence[Outcome]]
 
 
 @contextlib.contextmanager
-def runner(file: PrepareFile, root: Path, out: Path, workers: int, world: int) -> Iterator[tuple[Worker, Runner]]:
-    """How tasks are run: in this process, in several, or shared among the processes that torchrun has started."""
-    if world > 1:
-        with _torchrun(file, root, out) as pair:
-            yield pair
-        return
+def runner(file: PrepareFile, root: Path, out: Path, workers: int) -> Iterator[tuple[Worker, Runner]]:
+    """The worker of this process, and the function that runs the tasks of a wave."""
     worker = Worker(file, root, out)
     if workers == 1:
         yield worker, lambda tasks: [worker.run(task) for task in tasks]
@@ -65,10 +62,15 @@ def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, (worker, os.getpid()))
 
     def run(tasks: Sequence[Task]) -> list[Outcome]:
-        with _sigint_blocked():
-            futures = {pool.submit(_run_in_process, task): task for task in tasks}
-        found = {futures[future]: future.result() for future in as_completed(futures)}
-        return [found[task] for task in tasks]
+        # Ctrl-C is not for the processes started here, even while they start: the parent handles it and stops them.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            futures = [pool.submit(_run_in_process, task) for task in tasks]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        for future in as_completed(futures):
+            future.result()  # an error ends the run at once, whichever task it is of
+        return [future.result() for future in futures]
 
     try:
         with _sigterm_as_exit():
@@ -88,16 +90,6 @@ def _pool(worker: Worker, workers: int) -> Iterator[Runner]:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Keep Ctrl-C from processes started meanwhile, even while they start: the parent handles it and stops them."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-@contextlib.contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
     """SIGTERM ends the run as Ctrl-C does, workers included."""
     if threading.current_thread() is not threading.main_thread():
@@ -111,7 +103,7 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torchrun(file: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
+def torchrun(file: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
     """Share tasks among the processes of torchrun, on one machine or on many with a shared folder.
 
     Each process takes every world-th task of a wave; then all exchange their outcomes. Starting, restarting and
@@ -127,19 +119,17 @@ def _torchrun(file: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker
         worker = Worker(shared[0], root, out)
 
         def run(tasks: Sequence[Task]) -> list[Outcome]:
-            own: dict[Task, Outcome] | FredaError
+            own: list[Outcome] | FredaError
             try:
-                own = {task: worker.run(task) for task in tasks[rank::world]}
+                own = [worker.run(task) for task in tasks[rank::world]]
             except FredaError as error:  # sent to all, or they would wait for us
                 own = error
-            gathered: list[dict[Task, Outcome] | FredaError] = [{} for _ in range(world)]
+            gathered: list[Any] = [None] * world
             dist.all_gather_object(gathered, own)
-            found: dict[Task, Outcome] = {}
             for part in gathered:
                 if isinstance(part, FredaError):
                     raise part
-                found |= part
-            return [found[task] for task in tasks]
+            return [gathered[place % world][place // world] for place in range(len(tasks))]
 
         yield worker, run
         dist.barrier()  # nobody leaves before the manifest is written
@@ -149,21 +139,21 @@ def _torchrun(file: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker
 
 def progress(out: Path, total: int) -> contextlib.AbstractContextManager[object]:
     """A line on stderr, if that is a terminal. It reads the sizes of the shards, so that no task has to report."""
-    begun, before = time.perf_counter(), _tokens_on_disk(out)
+
+    def on_disk() -> int:
+        sizes = 0
+        for path in out.glob("train-*.bin*"):
+            with contextlib.suppress(OSError):  # renamed since it was listed
+                sizes += path.stat().st_size
+        return sizes // ID.itemsize
+
+    begun, before = time.perf_counter(), on_disk()
 
     def line() -> str:
-        tokens = _tokens_on_disk(out)
+        tokens = on_disk()
         rate = (tokens - before) / max(time.perf_counter() - begun, 1e-9)
         left = f" of {total:,} tokens, {max(0, total - tokens) / rate:,.0f} s left" if total and rate else " tokens"
         return f"{tokens:,}{left}, {rate / 1e6:.2f} M/s"
 
     live = Live(get_renderable=line, console=Console(stderr=True), refresh_per_second=2, transient=True)
     return live if sys.stderr.isatty() else contextlib.nullcontext()
-
-
-def _tokens_on_disk(out: Path) -> int:
-    sizes = 0
-    for path in out.glob("train-*.bin*"):
-        with contextlib.suppress(OSError):  # renamed since it was listed
-            sizes += path.stat().st_size
-    return sizes // ID.itemsize

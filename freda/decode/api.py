@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, overload
@@ -20,10 +20,10 @@ from typing import Any, overload
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.engine import Engine, Handle
 from freda.decode.generate import generate
-from freda.decode.request import Output, Pass, Request, Watch
-from freda.decode.stops import StopMatcher, cut_at_stop
-from freda.errors import FredaError, require
+from freda.decode.request import Output, Pass, Request, StopMatcher, Watch, cut_at_stop
+from freda.errors import FredaError, note, require
 from freda.folders.model_folder import LoadedModel, load_model
+from freda.methods import method_named
 from freda.model.device import pick_device, pick_dtype
 
 
@@ -36,11 +36,24 @@ class Completion(Output):
 
 def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "auto", **engine: Any) -> Model:
     """A model or run folder, ready to use; `engine` are fields of `EngineConfig`, for instance max_batch=32."""
-    known = {field.name for field in fields(EngineConfig)}
-    unknown = next((name for name in engine if name not in known), None)
-    require(unknown is None, f"an engine has no {unknown}; it has {', '.join(sorted(known))}")
+    _known(engine, [field.name for field in fields(EngineConfig)], "an engine has no setting")
     place = pick_device(device)
     return Model(load_model(Path(path), place, pick_dtype(dtype, place)), EngineConfig(**engine), name=str(path))
+
+
+def open_model(path: Path, device: str, dtype: str, method: str | None = None) -> LoadedModel:
+    """Load a model; a warning says so if it will be decoded by a method that it was not trained for."""
+    place = pick_device(device)
+    loaded = load_model(path, place, pick_dtype(dtype, place))
+    chosen = method_named(method, loaded.method)
+    if loaded.stage == "base" and chosen.layout.block > 1:
+        note(
+            f"warning: {path} was converted but never trained to fill blocks, so {chosen.name} will write nonsense; "
+            "train it first, or use --method autoregressive"
+        )
+    elif chosen.name != loaded.method.name:
+        note(f"note: {path} was trained as {loaded.method.name}, decoding as {chosen.name}")
+    return loaded
 
 
 class Model:
@@ -106,13 +119,8 @@ class Model:
     def reference(self, request: Request, watch: Watch | None = None) -> Completion:
         """Run one request with `generate`, the plain loop that the engine must equal."""
         tokenizer, method = self.loaded.tokenizer, self.engine.check(request)
-
-        def stopped(tokens: Sequence[int]) -> bool:
-            return StopMatcher(tokenizer.decode, request.stop).feed(tokens)
-
-        options: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "stopped": stopped, "watch": watch}
-        output = generate(self.loaded.parts, method, [request], **options)[0]
-        return self._completion(output, request, raises=True)
+        how: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode, "watch": watch}
+        return self._completion(generate(self.loaded.parts, method, [request], **how)[0], request, raises=True)
 
     def request(self, prompt: str, **settings: Any) -> Request:
         """The request for a prompt; `settings` are fields of `Request`."""
@@ -144,22 +152,22 @@ class Stream(Iterator[str | Pass]):
 
     @staticmethod
     def _read(handle: Handle, matcher: StopMatcher) -> Generator[str | Pass, None, None]:
-        try:
-            for event in handle:
-                if isinstance(event, Pass):
-                    yield event
-                    continue
-                matcher.feed(event.tokens)
-                if piece := matcher.take(final=bool(event.finish)):
-                    yield piece
-                require(event.finish != "error", event.error)
-        finally:
-            handle.cancel()
+        for event in handle:
+            if isinstance(event, Pass):
+                yield event
+                continue
+            matcher.feed(event.tokens)
+            if piece := matcher.take(final=bool(event.finish)):
+                yield piece
+            require(event.finish != "error", event.error)
 
 
 def checked(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings of a call; one that does not exist is an error."""
-    known = sorted([*(field.name for field in fields(DecodeConfig)), "method", "stop"])
-    unknown = next((name for name in settings if name not in known), None)
-    require(unknown is None, f"there is no setting {unknown!r}; use {', '.join(known)}")
+    _known(settings, [*(field.name for field in fields(DecodeConfig)), "method", "stop"], "there is no setting")
     return settings
+
+
+def _known(names: Iterable[str], known: Sequence[str], complaint: str) -> None:
+    for name in names:
+        require(name in known, f"{complaint} {name!r}; use {', '.join(sorted(known))}")

@@ -16,35 +16,19 @@ Counting (M14): a forward counts once for each request that it chooses tokens or
 from __future__ import annotations
 
 from collections import abc
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from freda.decode.request import Pass, Sequence, Watch
+from freda.decode.pages import PagedCache
+from freda.decode.request import Pass, Sequence
 from freda.methods.draft import Candidates, Draft, merge
 from freda.methods.method import Method
-from freda.methods.state import Choice, DecodeState, fresh_drafts, joined, new_state
+from freda.methods.state import fresh_drafts, joined, new_state
 from freda.model.attention import make_mask
 from freda.model.masks import Tokens, clean_tokens, concat, draft_tokens
 from freda.model.parts import Parts
 from freda.model.transformer import Forward, KeysValues
-
-
-class CommittedText(Protocol):
-    """Keys and values of committed text, a row for each request: `Cache`, or the engine's pages."""
-
-    def write(self, new: abc.Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
-        """Store the first tokens of a forward."""
-
-    def past(self) -> list[KeysValues]:
-        """What is stored, every layer's."""
-
-    def tokens(self, block_size: int) -> Tokens:
-        """The mask vectors of what `past` returns."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all texts but `rows`."""
 
 
 class RequestBatch:
@@ -56,7 +40,7 @@ class RequestBatch:
         method: Method,
         sequences: abc.Sequence[Sequence],
         stop_ids: abc.Sequence[int],
-        cache: CommittedText | None,
+        cache: PagedCache | None,
     ) -> None:
         self.parts, self.model, self.method, self.layout = parts, parts.backbone, method, method.layout
         self.size, self.stop_ids, self.device = method.layout.block, set(stop_ids), parts.device
@@ -93,18 +77,19 @@ class RequestBatch:
         while any(text.stored < len(text.clean) - last for text in self.sequences):
             self._forward(None, most=width, but=last)
 
-    def draft_pass(self) -> list[int]:
-        """One forward that commits what is pending and predicts; returns the rows whose block has closed."""
-        limits = self.method.limits([text.request for text in self.sequences])
+    def draft_pass(self) -> dict[int, list[int]]:
+        """One forward that commits what is pending and predicts; returns the `closed_blocks`."""
+        limits = self.method.limits([one.request for one in self.sequences])
         self.candidates = self.method.candidates(self.state, limits)
         rows, count = self.candidates.valid.shape
         hidden = self._forward(self.candidates if self.layout.slots else None)
-        for text in self.sequences:
-            text.nfe += 1
-        self.choice = self.method.choose(self.parts, self.state, self.candidates, self._soft if count > 1 else None)
-        best = hidden.view(rows, count, self.size, -1)[torch.arange(rows, device=self.device), self.choice.winner]
+        for one in self.sequences:
+            one.nfe += 1
+        soft = self._soft if count > 1 else None
+        self.winner, self.scores = self.method.choose(self.parts, self.state, self.candidates, soft)
+        best = hidden.view(rows, count, self.size, -1)[torch.arange(rows, device=self.device), self.winner]
         self.state = self.method.after_pass(self.state, self.model.logits(best), limits)
-        return [row for row, closed in enumerate(self.state.draft.closed.tolist()) if closed]
+        return closed_blocks(report_of(self.state.draft).tolist())
 
     def _forward(self, drafts: Candidates | None, *, most: int | None = None, but: int = 0) -> Tensor:
         """Run [pending clean tokens | drafts] over the cache; returns the hidden states that predict, (R, C·B, D).
@@ -169,20 +154,19 @@ class RequestBatch:
         mask = make_mask(draft, keys, self.model.backend)
         return scorer.soft_channel(self.model, of_draft, position[:, committed:], mask, seen)
 
-    def finite(self) -> list[bool]:
-        """Which requests have finite probabilities."""
-        finite: list[bool] = self.state.draft.prob.isfinite().all(-1).tolist()
-        return finite
-
-    def block(self, row: int) -> list[int]:
-        """The tokens of a draft after the last pass."""
-        ids: list[int] = self.state.draft.ids[row].tolist()
-        return ids
-
-    def show(self, watch: Watch) -> None:
-        """Hand the state after a pass to the watcher."""
-        for seen in passes_of([text.index for text in self.sequences], self.state, self.candidates, self.choice):
-            watch(seen)
+    def passes(self) -> abc.Iterator[tuple[Sequence, Pass]]:
+        """What the last pass left of the blocks of watched requests."""
+        if not any(one.request.watch for one in self.sequences):
+            return
+        ids, prob, _, _, given, committed, number, closed = (part.tolist() for part in self.state.draft)
+        valid, winner = self.candidates.valid.sum(-1).tolist(), self.winner.tolist()
+        texts, scores, begin = self.candidates.ids.tolist(), self.scores.tolist(), self.state.begin.tolist()
+        for row, one in enumerate(self.sequences):
+            if not one.request.watch:
+                continue
+            cells = (ids[row], prob[row], given[row], committed[row], closed[row])
+            seen = (texts[row][: valid[row]], scores[row][: valid[row]], winner[row])
+            yield one, Pass(one.index, begin[row] // self.size, number[row], *cells, *seen)
 
     def next_blocks(self, finished: set[int]) -> None:
         """Start the next block where one has closed, and let finished texts leave the batch."""
@@ -206,15 +190,12 @@ class RequestBatch:
             self.cache.keep(rows)
 
 
-def passes_of(
-    requests: abc.Sequence[int], state: DecodeState, candidates: Candidates, choice: Choice
-) -> abc.Iterator[Pass]:
-    """What a pass left of every request's block."""
-    ids, prob, _, _, given, committed, passes, closed = (part.tolist() for part in state.draft)
-    texts, scores = candidates.ids.tolist(), choice.scores.tolist()
-    valid, winner, begin = candidates.valid.sum(-1).tolist(), choice.winner.tolist(), state.begin.tolist()
-    size = state.draft.ids.shape[1]
-    for row, request in enumerate(requests):
-        cells = (ids[row], prob[row], given[row], committed[row], closed[row])
-        seen = (texts[row][: valid[row]], scores[row][: valid[row]], winner[row])
-        yield Pass(request, begin[row] // size, passes[row], *cells, *seen)
+def report_of(draft: Draft) -> Tensor:
+    """Drafts after a pass, for the host, (R, 2 + B) int64: whether it is closed, whether all is finite, its ids."""
+    finite = draft.prob.isfinite().all(-1)
+    return torch.cat([torch.stack([draft.closed, finite], dim=1).long(), draft.ids], dim=1)
+
+
+def closed_blocks(report: list[list[int]]) -> dict[int, list[int]]:
+    """The ids of closed blocks by row; none where the probabilities are not finite."""
+    return {row: one[2:] if one[1] else [] for row, one in enumerate(report) if one[0] or not one[1]}

@@ -59,14 +59,14 @@ class Chat:
     def ask(self, message: str, *, drafts: bool = False) -> Iterator[str | Pass]:
         """The answer as it is made; it is part of the conversation once it is complete."""
         turns = [*self.turns, {"role": "user", "content": message}]
-        said = []
+        said = ""
         prompt, stop = self.prompt(turns)
         stream = self.model.stream(prompt, method=self.method, stop=stop, drafts=drafts, **asdict(self.decode))
         for one in stream:
-            said += [one] if isinstance(one, str) else []
+            said += one if isinstance(one, str) else ""
             yield one
         self.output = stream.output
-        self.turns = [*turns, {"role": "assistant", "content": "".join(said)}]
+        self.turns = [*turns, {"role": "assistant", "content": said}]
 
     def prompt(self, turns: list[dict[str, str]]) -> tuple[str, tuple[str, ...]]:
         """What the model continues, and the strings that end its answer."""
@@ -105,9 +105,9 @@ class Chat:
             self.turns = []
         elif name == "/set":
             self._change(rest)
-        elif name not in ("/quit", "/exit"):
+        elif name[1:] not in LEAVE:
             note(HELP if name == "/help" else f"there is no command {name}\n{HELP}")
-        return name not in ("/quit", "/exit")
+        return name[1:] not in LEAVE
 
     def _change(self, text: str) -> None:
         key, equals, value = (part.strip() for part in text.partition("="))
@@ -162,10 +162,9 @@ def reader(stdin: TextIO) -> Callable[[str], str]:
         return input
 
     def read(prompt: str) -> str:
-        line = stdin.readline()
-        if not line:
-            raise EOFError
-        return line.rstrip("\n")
+        for line in stdin:
+            return line.rstrip("\n")
+        raise EOFError
 
     return read
 

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from freda.decode.batch import RequestBatch
-from freda.decode.pages import PagedCache
-from freda.decode.request import Sequence
-from freda.decode.shapes import BlockTable, ForwardShape
+from freda.decode.batch import RequestBatch, closed_blocks, report_of
+from freda.decode.pages import BlockTable, ForwardShape, PagedCache
+from freda.decode.request import Pass, Sequence
 from freda.methods.draft import Candidates, Prediction, merge, start
 from freda.methods.method import Method
 from freda.methods.state import DecodeState, Limits
@@ -98,7 +97,7 @@ def winner(
     parts: Parts, method: Method, state: DecodeState, found: abc.Sequence[Tensor], soft: Tensor | None
 ) -> Tensor:
     """The candidate among `found` that is kept, (R,)."""
-    return method.choose(parts, state, Candidates(*found), soft).winner
+    return method.choose(parts, state, Candidates(*found), soft)[0]
 
 
 def advance(held: Held, method: Method, prediction: abc.Sequence[Tensor], shape: ForwardShape, blank_id: int) -> Tensor:
@@ -109,8 +108,7 @@ def advance(held: Held, method: Method, prediction: abc.Sequence[Tensor], shape:
     state, texts, pending_ids, real = held
     draft = method.update(state.draft, Prediction(*prediction), state.rules)
     closed = draft.closed
-    finite = draft.prob.isfinite().all(-1)
-    report = torch.cat([torch.stack([closed, finite], dim=1).long(), draft.ids], dim=1)
+    report = report_of(draft)
     fresh = start(draft.ids, torch.zeros_like(draft.given), blank_id)
     state = state._replace(draft=merge(~closed, draft, fresh), begin=state.begin + shape.block * closed)
     stored = texts.stored + texts.pending if shape.commit else texts.stored
@@ -164,8 +162,7 @@ class Program:
             old.copy_(new)
 
     def step(self, shape: ForwardShape, long: bool) -> Tensor:
-        """One pass, over long texts or not. Its report is (R, 2 + B) int64: is the block closed, are its probabilities
-        finite, its ids."""
+        """One pass, over long texts or not; returns its `report_of`."""
         if (shape, long) not in self._runs:
             made = self._captured if self.held[2].is_cuda else self._plain
             self._runs[shape, long] = made(shape, long)
@@ -252,8 +249,7 @@ class DeviceBatch(RequestBatch):
         self._backend, self._programs, self._table_pages = backend, programs, table_pages
         self._compiled = compiled and self.device.type == "cuda"
         self._program: Program | None = None
-        self._fresh_rows = set[int]()  # whose draft is still blank
-        self._report: list[list[int]] = []  # the last pass's
+        self._fresh_rows = 0  # how many drafts are still blank
         self._ahead: Callable[[], list[list[int]]] | None = None  # the report of a pass that is under way already
 
     def _load(self) -> Program:
@@ -266,8 +262,7 @@ class DeviceBatch(RequestBatch):
             self._programs[key] = Program(self.parts, self._backend, self.method, limits, held, compiled=self._compiled)
         else:
             self._programs[key].load(held)
-        passes = self.state.draft.passes.tolist()
-        self._fresh_rows = {row for row, done in enumerate(passes) if done == 0}
+        self._fresh_rows = self.state.draft.passes.tolist().count(0)
         return self._programs[key]
 
     def _held(self, size: int) -> Held:
@@ -285,22 +280,20 @@ class DeviceBatch(RequestBatch):
         real = self._tensor([True] * len(self.sequences) + [False] * more, torch.bool)
         return state, texts, self._tensor(ids, torch.int64), real
 
-    def draft_pass(self) -> list[int]:
-        """One forward that commits what is pending and predicts; returns the rows whose block has closed.
+    def draft_pass(self) -> dict[int, list[int]]:
+        """One forward that commits what is pending and predicts; returns the `closed_blocks`.
 
         Where there are few tokens, the next pass is started before the report of this one is read, so that the device
         does not wait for the host. Sequences that have joined since then are not in the report, and wait for the next.
         """
-        report = self._start() if self._ahead is None else self._ahead
-        self._ahead = self._start() if self._program is not None and self._goes_ahead() else None
-        self._report = report()
-        seen = min(len(self.sequences), len(self._report))
-        for one in self.sequences[:seen]:
+        report = self._ahead or self._start()
+        self._ahead = self._start() if self._goes_ahead() else None
+        rows = report()
+        for one, _ in zip(self.sequences, rows, strict=False):
             one.nfe += 1
             one.stored = len(one.clean)
-        self._report += [[0, 1] + [0] * self.size] * (len(self.sequences) - seen)
-        closed = [row for row in range(seen) if self._report[row][0]]
-        self._fresh_rows = set(closed)
+        closed = closed_blocks(rows)
+        self._fresh_rows = len(closed)
         return closed
 
     def _start(self) -> Callable[[], list[list[int]]]:
@@ -308,7 +301,7 @@ class DeviceBatch(RequestBatch):
         if self._program is None:
             self._program = self._load()
         pending = self._goes_ahead() or any(one.stored < len(one.clean) for one in self.sequences)
-        fresh = len(self._fresh_rows) == len(self.sequences)
+        fresh = self._fresh_rows == len(self.sequences)
         drafts = (1 if fresh else self._program.limits.width) if self.layout.slots else 0
         long = any(len(one.clean) > LONG for one in self.sequences)
         report = self._program.step(ForwardShape(self.size if pending else 0, self.size, drafts), long)
@@ -317,18 +310,13 @@ class DeviceBatch(RequestBatch):
     def _goes_ahead(self) -> bool:
         """Whether the next pass may start before this one is read: few tokens, among which a block to commit costs
         nothing where there is none; as many candidates whatever happens; and not all sequences at their end."""
-        few = len(self.sequences) * 2 * self.size <= MOST_AHEAD
-        one_draft = self._program is not None and self._program.limits.width == 1
-        ending = all(len(one.new) + self.size >= one.request.max_new_tokens for one in self.sequences)
-        return few and one_draft and not ending
+        if self._program is None or self._program.limits.width > 1 or len(self.sequences) * 2 * self.size > MOST_AHEAD:
+            return False
+        return any(len(one.new) + self.size < one.request.max_new_tokens for one in self.sequences)
 
-    def finite(self) -> list[bool]:
-        """Which requests have finite probabilities."""
-        return [bool(row[1]) for row in self._report[: len(self.sequences)]]
-
-    def block(self, row: int) -> list[int]:
-        """The tokens of a draft after the last pass."""
-        return self._report[row][2:]
+    def passes(self) -> abc.Iterator[tuple[Sequence, Pass]]:
+        """Nothing: watched requests run in a plain batch."""
+        return iter(())
 
     def next_blocks(self, finished: set[int]) -> None:
         """Let finished sequences leave; the next blocks have begun already."""

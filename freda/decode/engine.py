@@ -28,7 +28,6 @@ from freda.decode.config import EngineConfig
 from freda.decode.device import DeviceBatch, ForwardBackend, Program, prefill
 from freda.decode.pages import PagedCache, Pages, page_count
 from freda.decode.request import Event, Output, Pass, QueueFull, Request, Sequence
-from freda.decode.stops import StopMatcher
 from freda.errors import FredaError, note, require
 from freda.folders.model_folder import LoadedModel
 from freda.methods import method_named
@@ -39,7 +38,6 @@ from freda.model.transformer import Transformer
 # Engines for at most so many requests are compiled around the forward: some eighty kernels of 2 µs are 6% of a
 # forward over few tokens. Compiling takes a while, and pays for an engine that is made for one stream.
 MOST_COMPILED = 4
-DAMAGED = "the model's probabilities are not finite: its weights are damaged, or too large for their precision"
 
 Kind = tuple[Method, bool]  # what a batch has in common: the method, and whether its passes stay on the device
 
@@ -142,9 +140,8 @@ class Engine:
                 )
             self._number += 1
             on_device = self._machine is not None and not reason and not request.watch
-            sequence = Sequence(self._number, request, method.layout.block, (method, on_device))
-            if request.stop:
-                sequence.matcher = StopMatcher(self.loaded.tokenizer.decode, request.stop)
+            kind, decode = (method, on_device), self.loaded.tokenizer.decode
+            sequence = Sequence(self._number, request, method.layout.block, kind, decode)
             handle = Handle(self, sequence)
             self.waiting.append(sequence)
         self._sweep()
@@ -354,36 +351,18 @@ class Engine:
 
     def _pass(self, batch: RequestBatch) -> None:
         """One pass over a batch; what it did for each request is filed with the request."""
-        closed = set(batch.draft_pass())
-        if any(one.request.watch for one in batch.sequences):
-            batch.show(self._file_pass)
-        finite = batch.finite()
-        finished = set()
-        for row, one in enumerate(batch.sequences):
-            event = Event([], "error", DAMAGED)
-            if finite[row]:
-                if row not in closed:
-                    continue
-                event = self._close_block(one, batch.block(row), batch.stop_ids)
+        closed, finished = batch.draft_pass(), set()
+        for one, seen in batch.passes():
+            one.mail.append(seen)
+        for row, ids in closed.items():
+            one = batch.sequences[row]
+            event = one.close_block(ids, batch.stop_ids)
             if event.finish:
                 finished.add(row)
                 self._finish(one, event)
             else:
                 one.mail.append(event)
         batch.next_blocks(finished)
-
-    def _file_pass(self, seen: Pass) -> None:
-        one = self.running[seen.request]
-        if one.request.watch:
-            one.mail.append(seen)
-
-    @staticmethod
-    def _close_block(one: Sequence, ids: list[int], stop_ids: set[int]) -> Event:
-        before = len(one.new)
-        reason = one.close_block(ids, stop_ids) or ""
-        tokens = one.new[before:]
-        stopped = one.matcher is not None and one.matcher.feed(tokens)
-        return Event(tokens, reason or ("stop" if stopped else ""))
 
     def _finish(self, one: Sequence, event: Event) -> None:
         """Free the pages of a request, and file its last event and its output; full pages are remembered."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import abc
+from dataclasses import replace
 
 import torch
 
 from freda.decode.batch import RequestBatch
-from freda.decode.cache import Cache
-from freda.decode.request import Output, Request, Sequence, Watch
+from freda.decode.pages import PagedCache, Pages
+from freda.decode.request import Decode, Output, Request, Sequence, Watch
 from freda.methods.method import Method
 from freda.model.parts import Parts
 
@@ -25,37 +26,43 @@ def generate(
     requests: abc.Sequence[Request],
     *,
     stop_ids: abc.Sequence[int],
-    stopped: abc.Callable[[abc.Sequence[int]], bool] | None = None,
+    decode: Decode | None = None,
     fused: bool = True,
     cached: bool = True,
     watch: Watch | None = None,
 ) -> list[Output]:
-    """Continue every request. `stopped` is asked after each block whether the new tokens of a text are enough, for stop
-    strings. `fused=False` commits in forwards of their own and `cached=False` keeps no cache: the plain twins, with
-    equal tokens."""
+    """Continue every request; stop strings are found if `decode` can turn tokens into text.
+
+    `watch` gets all passes. `fused=False` commits in forwards of their own and `cached=False` keeps no cache: the plain
+    twins, with equal tokens.
+    """
+    requests = [replace(request, watch=watch is not None) for request in requests]
     for request in requests:
         method.check(parts, request, request.prompt)
-    begun = time.perf_counter()
+    begun, size = time.perf_counter(), method.layout.block
     outputs: dict[int, Output] = {}
-    size = method.layout.block
-    texts = [Sequence(index, request, size) for index, request in enumerate(requests)]
-    longest = max((len(r.prompt) + r.max_new_tokens + size for r in requests), default=0)
-    cache = Cache(parts.backbone, len(requests), longest) if cached else None
-    loop = RequestBatch(parts, method, texts, stop_ids, cache)
+    sequences = [Sequence(index, request, size, decode=decode) for index, request in enumerate(requests)]
+    cache = None
+    if cached and requests:  # one page for each request
+        longest = max(len(request.prompt) + request.max_new_tokens for request in requests) + size
+        cache = PagedCache(
+            Pages(parts.backbone, len(requests), longest), [[row] for row in range(len(requests))], [0] * len(requests)
+        )
+    loop = RequestBatch(parts, method, sequences, stop_ids, cache)
     while loop.sequences:
         if not fused:
             loop.commit()
         closed = loop.draft_pass()
         if watch is not None:
-            loop.show(watch)
+            for _, seen in loop.passes():
+                watch(seen)
         finished = set()
-        for row in closed:
-            text = loop.sequences[row]
-            reason = text.close_block(loop.state.draft.ids[row].tolist(), loop.stop_ids)
-            if reason is None and stopped is not None and stopped(text.new):
-                reason = "stop"
-            if reason:
+        for row, ids in closed.items():
+            one = loop.sequences[row]
+            event = one.close_block(ids, loop.stop_ids)
+            if event.finish:
                 finished.add(row)
-                outputs[text.index] = Output(text.new, text.nfe, reason, time.perf_counter() - begun)
+                seconds = time.perf_counter() - begun
+                outputs[one.index] = Output(one.new, one.nfe, event.finish, seconds, event.error)
         loop.next_blocks(finished)
     return [outputs[index] for index in range(len(requests))]

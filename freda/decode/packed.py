@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from freda.decode.kernels import pages, pick, rowwise, skinny
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
-from freda.decode.pages import Pages
-from freda.decode.shapes import BlockTable, ForwardShape
+from freda.decode.pages import BlockTable, ForwardShape, Pages
 from freda.folders import quantize
 from freda.methods.draft import Prediction
 from freda.model.config import ModelConfig

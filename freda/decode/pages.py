@@ -9,14 +9,16 @@ computing them. Pages that no request uses are kept until their space is needed;
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from freda.errors import FredaError, require
+from freda.errors import require
 from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
 
@@ -51,7 +53,7 @@ class Pages:
         self._free = list(range(count))[::-1]
         self._users: dict[int, int] = {}  # page: requests that use it
         self._known: dict[bytes, int] = {}  # hash of a text up to the end of a page: that page
-        self._hash: dict[int, bytes] = {}  # its inverse
+        self._hash: dict[int, bytes] = {}  # the inverse of `_known`
         self._unused: OrderedDict[int, None] = OrderedDict()  # known pages that nobody uses, longest unused first
 
     @property
@@ -72,11 +74,8 @@ class Pages:
 
         None if there are not enough pages now.
         """
-        shared = []
-        for key in _keys(text, self.page_size, block_size):
-            if key not in self._known:
-                break
-            shared.append(self._known[key])
+        keys = _keys(text, self.page_size, block_size)
+        shared = [self._known[key] for key in itertools.takewhile(self._known.__contains__, keys)]
         missing = self.needed(tokens) - len(shared)
         if missing > self.available - sum(page in self._unused for page in shared):
             return None
@@ -130,8 +129,33 @@ def _keys(text: Sequence[int], page_size: int, block_size: int) -> list[bytes]:
     return keys
 
 
+class ForwardShape(NamedTuple):
+    """The new tokens of each request in a forward: a block to commit, and drafts of the next."""
+
+    commit: int  # places for a block to commit: 0 or the block size
+    block: int
+    drafts: int
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of one request."""
+        return self.commit + self.block * self.drafts
+
+
+class BlockTable(NamedTuple):
+    """Where the committed text of R requests lies, on the device."""
+
+    table: Tensor  # (R, most pages) int32
+    stored: Tensor  # (R,) int32: committed tokens in the pages
+    pending: Tensor  # (R,) int32: tokens that the next forward commits: a block or 0
+
+
 class PagedCache:
-    """The pages of one batch as a cache, a row for each request."""
+    """The pages of one batch as a cache, a row for each request.
+
+    `write` stores the committed tokens of a forward, `past` and `tokens` show what is stored. Sequences may differ in
+    length; unused slots belong to document -1, which no text sees.
+    """
 
     def __init__(self, pages: Pages, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         self.pages, self.tables = pages, [list(table) for table in tables]
@@ -153,8 +177,7 @@ class PagedCache:
 
     def join(self, other: PagedCache) -> None:
         """Take over the rows of another cache of the same pages."""
-        if other.pages is not self.pages:
-            raise FredaError("caches of two storages cannot be joined")
+        require(other.pages is self.pages, "caches of two storages cannot be joined")
         self.tables += other.tables
         self.lengths = torch.cat([self.lengths, other.lengths])
         self._tensors()
@@ -183,12 +206,11 @@ class PagedCache:
         """Every layer's keys and values up to the longest text, each (R, Hkv, K, C)."""
         used = int(self.lengths.max())
         table = self._table[:, : self.pages.needed(used)]
-        return [KeysValues(*(self._gathered(part, table, used) for part in layer)) for layer in self.pages.layers]
 
-    @staticmethod
-    def _gathered(stored: Tensor, table: Tensor, used: int) -> Tensor:
-        pages = stored[table]  # (R, pages, Hkv, page size, C)
-        return pages.transpose(1, 2).flatten(2, 3)[:, :, :used]
+        def gathered(stored: Tensor) -> Tensor:  # stored[table]: (R, pages, Hkv, page size, C)
+            return stored[table].transpose(1, 2).flatten(2, 3)[:, :, :used]
+
+        return [KeysValues(*map(gathered, layer)) for layer in self.pages.layers]
 
     def tokens(self, block_size: int) -> Tokens:
         """The mask vectors of what `past` returns, each (R, K)."""

@@ -1,17 +1,18 @@
-"""Requests to the engine, the events while they run, and their outputs. No torch here."""
+"""Requests to the engine, what happens while they run, their outputs, and the strings that end them. No torch here."""
 
 from __future__ import annotations
 
-import collections.abc
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import abc, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from freda.decode.config import DecodeConfig
-from freda.decode.stops import StopMatcher
 from freda.errors import FredaError, require
+
+UNFINISHED = "\ufffd"  # what a decoder makes of a character whose last bytes are still to come
+Decode = abc.Callable[[list[int]], str]
+DAMAGED = "the model's probabilities are not finite: its weights are damaged, or too large for their precision"
 
 
 class QueueFull(FredaError):
@@ -22,9 +23,9 @@ class QueueFull(FredaError):
 class Request(DecodeConfig):
     """One sequence to continue, and how."""
 
-    prompt: collections.abc.Sequence[int]
+    prompt: abc.Sequence[int]
     method: str | None = None  # the model's own by default
-    stop: str | collections.abc.Sequence[str] = ()  # strings that end the text; a tuple once checked
+    stop: str | abc.Sequence[str] = ()  # strings that end the text; a tuple once checked
     watch: bool = False  # file every pass over a block, too
 
     def __post_init__(self) -> None:
@@ -34,7 +35,7 @@ class Request(DecodeConfig):
 
 def stop_strings(stop: object) -> tuple[str, ...]:
     """Stop strings as a tuple; one string alone is one stop string."""
-    if not isinstance(stop, Iterable):
+    if not isinstance(stop, abc.Iterable):
         raise FredaError(f"stop is {stop!r}; use a string or a list of strings")
     words = (stop,) if isinstance(stop, str) else tuple(stop)
     for word in words:
@@ -83,35 +84,45 @@ class Pass(NamedTuple):
     winner: int
 
 
-class Sequence:
-    """The progress of one request: its tokens, its pages, and the events that its reader has not seen yet."""
+Watch = abc.Callable[[Pass], None]
 
-    def __init__(self, index: int, request: Request, size: int, kind: Any = None) -> None:
+
+class Sequence:
+    """The progress of one request: its tokens, its pages, and the events that its reader has not seen yet.
+
+    `kind` names the batch of the engine that it belongs to. `decode` turns tokens into text, to find stop strings.
+    """
+
+    def __init__(self, index: int, request: Request, size: int, kind: Any = None, decode: Decode | None = None) -> None:
         whole = len(request.prompt) // size * size
-        self.index, self.request, self.size = index, request, size
-        self.kind = kind  # which batch of the engine it belongs to
+        self.index, self.request, self.size, self.kind = index, request, size, kind
         self.clean = list(request.prompt[:whole])  # committed tokens: whole blocks
         self.tail = list(request.prompt[whole:])  # prompt tokens given in the first generated block
         self.stored = 0  # how many of `clean` are in the cache
         self.new: list[int] = []
         self.nfe = 0
         self.table: list[int] = []  # its pages
-        self.matcher: StopMatcher | None = None
         self.mail: deque[Event | Pass] = deque()
         self.output: Output | None = None
         self.begun = time.perf_counter()
+        self._matcher = StopMatcher(decode, request.stop) if decode and request.stop else None
 
-    def close_block(self, ids: list[int], stop_ids: set[int]) -> str | None:
-        """Append a closed block; returns why the sequence is finished, if it is."""
-        given, self.tail = len(self.tail), []
-        for token in ids[given:]:
-            self.new.append(token)
-            if token in stop_ids:
-                return "stop"
-            if len(self.new) == self.request.max_new_tokens:
-                return "length"
-        self.clean += ids
-        return None
+    def close_block(self, ids: list[int], stop_ids: abc.Set[int]) -> Event:
+        """Append a closed block; no ids mean that the model's probabilities are not finite."""
+        if not ids:
+            return Event([], "error", DAMAGED)
+        room = self.request.max_new_tokens - len(self.new)
+        new = ids[len(self.tail) :][:room]
+        finish = "length" if len(new) == room else ""
+        if not stop_ids.isdisjoint(new):
+            new, finish = new[: 1 + next(place for place, token in enumerate(new) if token in stop_ids)], "stop"
+        self.new += new
+        self.tail = []
+        if not finish:
+            self.clean += ids
+        if self._matcher is not None and self._matcher.feed(new):
+            finish = finish or "stop"
+        return Event(new, finish)
 
     def end(self, event: Event) -> None:
         """File the last event, then the output: a reader that sees the output has all events."""
@@ -120,4 +131,64 @@ class Sequence:
         self.output = Output(self.new, self.nfe, event.finish, seconds, event.error)
 
 
-Watch = Callable[[Pass], None]
+# -- stop strings ----------------------------------------------------------------------------------------------------
+
+
+def cut_at_stop(text: str, stops: abc.Sequence[str]) -> str:
+    """The text up to the first stop string in it, or all of it."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+class StopMatcher:
+    """Decodes a growing sequence of tokens, finds the first stop string in its text, and says what of it is final.
+
+    A call looks only at the newest tokens and at as much text before them as a stop string can reach back.
+    """
+
+    def __init__(self, decode: Decode, stops: abc.Sequence[str] = ()) -> None:
+        self.found = False
+        self._decode, self._stops = decode, tuple(stops)
+        self._reach = max(map(len, self._stops), default=1) - 1
+        self._text = ""  # decoded so far, up to the stop string once it is found
+        self._rest = ""  # text behind it that ends in an unfinished character
+        self._taken = 0  # characters that `take` has returned
+        self._window: list[int] = []  # the newest tokens of `_text`, and all tokens of `_rest`
+        self._known = 0  # how many of them are in `_text`
+
+    def feed(self, tokens: abc.Sequence[int]) -> bool:
+        """Take new tokens; returns whether a stop string has appeared."""
+        if self.found:
+            return True
+        self._window += tokens
+        # Some known tokens are decoded again: some decoders drop a space at the beginning of what they are given.
+        before = self._decode(self._window[: self._known])
+        new = self._decode(self._window)[len(before) :]
+        searched = max(0, len(self._text) - self._reach)
+        if new.endswith(UNFINISHED):
+            self._rest = new
+        elif new:
+            self._text, self._rest = self._text + new, ""
+            self._window = self._window[self._known :]
+            self._known = len(self._window)
+        tail = self._text[searched:] + self._rest
+        cut = cut_at_stop(tail, self._stops)
+        if len(cut) < len(tail):
+            self._text, self._rest, self.found = self._text[:searched] + cut, "", True
+        return self.found
+
+    def take(self, *, final: bool = False) -> str:
+        """The text that has become final since the last call: no half character, nothing that may begin a stop string.
+
+        With `final` no tokens will follow, and all of it is.
+        """
+        text = self._text + self._rest
+        if not (final or self.found):
+            text = text.rstrip(UNFINISHED) if self._rest else text
+            text = text[: len(text) - self._begun(text)]
+        new, self._taken = text[self._taken :], max(self._taken, len(text))
+        return new
+
+    def _begun(self, text: str) -> int:
+        """Characters at the end of a text that may be the beginning of a stop string."""
+        sizes = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        return max(sizes, default=0)

@@ -31,15 +31,13 @@ def colour(prob: float) -> str:
 
 def pass_line(step: Pass, tokenizer: Tokenizer) -> Text:
     """One pass of one block: its tokens, each with its mark and probability."""
-    line = Text()
-    line.append(f"block {step.block:<3} pass {step.number}  ", style="dim")
+    line = Text().append(f"block {step.block:<3} pass {step.number}  ", style="dim")
     pieces = (piece.replace(" ", "·") for piece in tokenizer.pieces(step.ids))  # a space is a token like any other
     for piece, prob, given, committed in zip(pieces, step.prob, step.given, step.committed, strict=True):
         if given:
             line.append(f" {piece:<{CELL}}     ", style="blue")
         else:
-            mark = COMMITTED if committed else OPEN
-            line.append(f" {piece:<{CELL}}{mark}{prob:.2f}", style=colour(prob))
+            line.append(f" {piece:<{CELL}}{COMMITTED if committed else OPEN}{prob:.2f}", style=colour(prob))
     return line
 
 
@@ -86,14 +84,12 @@ class LiveDrafts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.console.is_terminal:
-            return
-        self.live.stop()
+        if self.console.is_terminal:
+            self.live.stop()
         if self.kept:
             self.console.print(legend())
         for step in self.kept or []:
-            for line in (*candidate_lines(step, self.tokenizer), pass_line(step, self.tokenizer)):
-                self.console.print(line)
+            self._print(step)
 
     def __call__(self, step: Pass) -> None:
         """Show one pass."""
@@ -103,21 +99,23 @@ class LiveDrafts:
             if self.kept is not None:
                 self.kept.append(step)
         else:
-            for line in (*candidate_lines(step, self.tokenizer), pass_line(step, self.tokenizer)):
-                self.console.print(line, soft_wrap=True)
+            self._print(step, soft_wrap=True)
         if step.closed:
             self.ids += [token for token, given in zip(step.ids, step.given, strict=True) if not given]
+
+    def _print(self, step: Pass, *, soft_wrap: bool = False) -> None:
+        for line in (*candidate_lines(step, self.tokenizer), pass_line(step, self.tokenizer)):
+            self.console.print(line, soft_wrap=soft_wrap)
 
     def _picture(self, step: Pass) -> Text:
         """The text so far, the block in its colours, and a line that names the block and the pass."""
         picture = Text(self.tokenizer.decode(self.ids))
-        cells = zip(step.ids, step.prob, step.given, step.committed, strict=True)
-        for token, prob, given, committed in cells:
+        for token, prob, given, committed in zip(step.ids, step.prob, step.given, step.committed, strict=True):
             if not given:
                 piece = self.tokenizer.decode([token]) or self.tokenizer.pieces([token])[0]
-                picture.append(piece, style=colour(prob) + (" underline" if committed else ""))
-        sure = sum(step.committed)
-        picture.append(f"\n\nblock {step.block}, pass {step.number}: {sure} of {len(step.ids)} committed", style="dim")
+                picture.append(piece, style=colour(prob) + " underline" * committed)
+        done = f"{sum(step.committed)} of {len(step.ids)} committed"
+        picture.append(f"\n\nblock {step.block}, pass {step.number}: {done}", style="dim")
         for line in candidate_lines(step, self.tokenizer):
             picture.append("\n").append_text(line)
         lines = picture.wrap(self.console, self.console.width)

@@ -1,4 +1,4 @@
-"""`freda eval`: tasks by name, a folder of results for each, asked by freda or by lm_eval; and the check of graders."""
+"""`freda eval`: tasks by name, a folder of results for each, asked by freda or by lm_eval."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from pathlib import Path
 
 from freda.data.generators import GENERATORS
 from freda.data.shards import Manifest
-from freda.decode.api import Model
-from freda.decode.command import open_model
+from freda.decode.api import Model, open_model
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError, note, require
 from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate, result_line
-from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, tasks_named
 from freda.folders.resolve import packaged_folder, resolve_model_folder
 
 EVALS = Path("runs/eval")  # results of bundled models
-PUBLISHED = {True: " as published", False: ", not the published questions", None: ""}
 EVERY = 10.0  # seconds between two lines of progress in a log
 
 
@@ -120,30 +117,6 @@ def progress(name: str) -> Callable[..., None]:
             shown = now
 
     return show
-
-
-def check_graders(names: Sequence[str], data: Path) -> bool:
-    """Run every task's grader on the published answers and print the results; True if all can be trusted."""
-    trusted, checked = True, 0
-    for task in tasks_named(names):
-        try:
-            found = self_check(task, data)
-        except FredaError as error:
-            if names:
-                raise
-            print(f"{task.name:<16} not checked: {error}")
-            continue
-        guess = "" if found.guessed is None else f", a random guess {100 * found.guessed:.1f}%"
-        print(
-            f"{task.name:<16} {'ok' if found.passed else 'WRONG':<6} references {found.references:,}/{found.n:,}, "
-            f"wrong answers {found.wrong}{guess}; {found.seconds:.1f} s, "
-            f"checksum {found.checksum[:8]}{PUBLISHED[found.published]}"
-        )
-        for failure in found.failures:
-            print(f"    {failure}")
-        trusted, checked = trusted and found.passed, checked + 1
-    require(checked > 0, f"{data} holds the files of no task; get them with --download, or name their folder: --data")
-    return trusted
 
 
 def download_tasks(names: Sequence[str], data: Path) -> None:

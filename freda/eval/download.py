@@ -11,10 +11,12 @@ import csv
 import gzip
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ from freda.errors import FredaError, missing_package
 from freda.eval.tasks.task import Task
 
 Row = Mapping[str, Any]
+ELSEWHERE = {
+    "humaneval_plus": "is on the Hub only with test code, which has a defect: put HumanEvalPlus.jsonl.gz, v0.1.10 "
+    "of the project evalplus, into the folder humanevalplus"
+}
 
 
 def download(task: Task, folder: Path) -> list[Path]:
@@ -55,36 +61,25 @@ def hub_rows(dataset: str, config: str | None, split: str) -> list[Row]:
         ) from None
 
 
-def _json_lines(dataset: str, config: str | None, splits: Sequence[str]) -> Callable[[Path], None]:
-    """A function that writes the rows of all splits; of several (MBPP) in the order of their numbers."""
-
-    def write(path: Path) -> None:
-        rows = [row for split in splits for row in hub_rows(dataset, config, split)]
-        if len(splits) > 1:
-            rows.sort(key=lambda row: row["task_id"])
-        text = "".join(json.dumps(dict(row)) + "\n" for row in rows).encode()
-        path.write_bytes(gzip.compress(text, mtime=0) if dataset.endswith("humaneval") else text)
-
-    return write
+def _write_lines(dataset: str, config: str | None, splits: Sequence[str], path: Path) -> None:
+    """Write the rows of all splits; those of several (MBPP) in the order of their numbers."""
+    rows = [row for split in splits for row in hub_rows(dataset, config, split)]
+    if len(splits) > 1:
+        rows.sort(key=lambda row: row["task_id"])
+    text = "".join(json.dumps(dict(row)) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
-def _mmlu_tables(split: str) -> Callable[[Path], None]:
-    """A function that writes a CSV file for each subject, as in the authors' archive."""
-
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        subjects: dict[str, list[list[str]]] = {}
-        for row in hub_rows("cais/mmlu", "all", split):
-            line = [row["question"], *row["choices"], "ABCD"[row["answer"]]]
-            subjects.setdefault(row["subject"], []).append(line)
-        for subject, lines in subjects.items():
-            with open(folder / f"{subject}_{split}.csv", "w", encoding="utf-8", newline="") as file:
-                csv.writer(file).writerows(lines)
-
-    return write
+def _write_mmlu(split: str, folder: Path) -> None:
+    """Write a CSV file for each subject, as in the authors' archive."""
+    folder.mkdir()
+    rows = sorted(hub_rows("cais/mmlu", "all", split), key=lambda row: str(row["subject"]))  # stable within a subject
+    for subject, own in itertools.groupby(rows, key=lambda row: row["subject"]):
+        with open(folder / f"{subject}_{split}.csv", "w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([row["question"], *row["choices"], "ABCD"[row["answer"]]] for row in own)
 
 
-def _gpqa_table(path: Path) -> None:
+def _write_gpqa(path: Path) -> None:
     rows = hub_rows("Idavidrein/gpqa", "gpqa_diamond", "train")
     with open(path, "w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, fieldnames=list(rows[0]))
@@ -92,48 +87,41 @@ def _gpqa_table(path: Path) -> None:
         table.writerows(rows)
 
 
-def _gsm8k_exemplars(path: Path) -> None:
+def _write_gsm8k_exemplars(path: Path) -> None:
     import yaml
 
     plain: Any = type("Plain", (yaml.SafeLoader,), {})
     plain.add_multi_constructor("!", lambda loader, suffix, node: None)  # the tags of lm_eval name functions
-    source = _harness_folder() / "tasks" / "gsm8k" / "gsm8k-cot.yaml"
+    source = Path(_harness_folders()[0], "tasks", "gsm8k", "gsm8k-cot.yaml")
     samples = yaml.load(source.read_text(encoding="utf-8"), Loader=plain)["fewshot_config"]["samples"]
     path.write_text(json.dumps({"samples": samples}, indent=1), encoding="utf-8")
 
 
-def _minerva_exemplars(path: Path) -> None:
-    _harness_folder()
+def _write_minerva_exemplars(path: Path) -> None:
+    _harness_folders()
     samples = importlib.import_module("lm_eval.tasks.minerva_math.utils").list_fewshot_samples()
     path.write_text(json.dumps({"samples": samples}, indent=1), encoding="utf-8")
 
 
-def _harness_folder() -> Path:
+def _harness_folders() -> list[str]:
     found = importlib.util.find_spec("lm_eval")
     if found is None or not found.submodule_search_locations:
         raise missing_package("lm_eval", "harness")
-    return Path(found.submodule_search_locations[0])
+    return found.submodule_search_locations
 
 
+MBPP_SPLITS = ("prompt", "test", "validation", "train")
 FETCH: dict[str, dict[str, Callable[[Path], None]]] = {
     "gsm8k": {
-        "gsm8k/test.jsonl": _json_lines("openai/gsm8k", "main", ("test",)),
-        "fewshot/gsm8k_cot_8shot.json": _gsm8k_exemplars,
+        "gsm8k/test.jsonl": partial(_write_lines, "openai/gsm8k", "main", ("test",)),
+        "fewshot/gsm8k_cot_8shot.json": _write_gsm8k_exemplars,
     },
     "math500": {
-        "math500/test.jsonl": _json_lines("HuggingFaceH4/MATH-500", None, ("test",)),
-        "fewshot/minerva_math_4shot.json": _minerva_exemplars,
+        "math500/test.jsonl": partial(_write_lines, "HuggingFaceH4/MATH-500", None, ("test",)),
+        "fewshot/minerva_math_4shot.json": _write_minerva_exemplars,
     },
-    "mmlu": {"mmlu/dev": _mmlu_tables("dev"), "mmlu/test": _mmlu_tables("test")},
-    "gpqa_diamond": {"gpqa/gpqa_diamond.csv": _gpqa_table},
-    "humaneval": {"humaneval/HumanEval.jsonl.gz": _json_lines("openai/openai_humaneval", None, ("test",))},
-    "mbpp": {
-        "mbpp/mbpp.jsonl": _json_lines(
-            "google-research-datasets/mbpp", "full", ("prompt", "test", "validation", "train")
-        )
-    },
-}
-ELSEWHERE = {
-    "humaneval_plus": "is on the Hub only with test code, which has a defect: put HumanEvalPlus.jsonl.gz, v0.1.10 "
-    "of the project evalplus, into the folder humanevalplus",
+    "mmlu": {"mmlu/dev": partial(_write_mmlu, "dev"), "mmlu/test": partial(_write_mmlu, "test")},
+    "gpqa_diamond": {"gpqa/gpqa_diamond.csv": _write_gpqa},
+    "humaneval": {"humaneval/HumanEval.jsonl.gz": partial(_write_lines, "openai/openai_humaneval", None, ("test",))},
+    "mbpp": {"mbpp/mbpp.jsonl": partial(_write_lines, "google-research-datasets/mbpp", "full", MBPP_SPLITS)},
 }

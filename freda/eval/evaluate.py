@@ -25,12 +25,10 @@ from torch import Tensor
 from freda import __version__
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig
-from freda.decode.request import Request
-from freda.decode.stops import cut_at_stop
+from freda.decode.request import Request, cut_at_stop
 from freda.errors import FredaError, require
 from freda.eval.likelihood import choice_log_probs
-from freda.eval.report.compare import wilson
-from freda.eval.report.folder import RESULTS, SAMPLES, read_samples
+from freda.eval.report.results import RESULTS, SAMPLES, read_samples, wilson
 from freda.eval.tasks.task import Example, Graded, Task, checksum
 from freda.files import locked, write_whole
 from freda.folders.model_folder import LoadedModel
@@ -40,6 +38,7 @@ SHOWN_PROMPTS = 3
 BITS_AT_ONCE = 1 << 24
 Progress = Callable[[int, int, float | None], None]  # answers so far, answers in all, accuracy of the graded ones
 Sample = dict[str, Any]
+Answers = Iterator[tuple[int, Sample]]  # number of the question, and its answer
 
 
 def evaluate(
@@ -80,8 +79,13 @@ def evaluate(
                 report()
         samples = {example.id: found[example.id] for example in examples}
         _write_samples(out, head, samples)  # in the order of the questions
+        device = model.loaded.parts.device
+        made_by = {  # may change between two parts of a run
+            "commit": _commit(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        }
         shown = {"prompts": [example.prompt for example in examples[:SHOWN_PROMPTS]]}
-        results = {**head, **made_by(model.loaded), **_summary(list(samples.values())), **shown}
+        results = {**head, **made_by, **_summary(list(samples.values())), **shown}
         write_whole(out / RESULTS, json.dumps(results, indent=2) + "\n")
     return results
 
@@ -123,9 +127,7 @@ def _answers(
         pending, begun = [], time.perf_counter()
 
 
-def _generate(
-    model: Model, task: Task, examples: Sequence[Example], settings: DecodeConfig
-) -> Iterator[tuple[int, Sample]]:
+def _generate(model: Model, task: Task, examples: Sequence[Example], settings: DecodeConfig) -> Answers:
     """Continue the prompts up to the task's stop strings, in the order in which they finish."""
     tokenizer = model.loaded.tokenizer
     requests = [request_for(model, tokenizer.encode(one.prompt), settings, task.stops) for one in examples]
@@ -135,28 +137,23 @@ def _generate(
         yield index, {"output": text, **counts, "finish": output.finish, "error": output.error}
 
 
-def _choose(
-    model: Model, task: Task, examples: Sequence[Example], settings: DecodeConfig
-) -> Iterator[tuple[int, Sample]]:
+def _choose(model: Model, task: Task, examples: Sequence[Example], settings: DecodeConfig) -> Answers:
     """Take the most likely of the task's one-token answers, from one forward over each prompt."""
     encode, size = model.loaded.tokenizer.encode, model.engine.config.max_batch
-    choices = [_one_token(model.loaded, examples[0].prompt, text) for text in task.choices]
+    before, choices = encode(examples[0].prompt), list[int]()
+    for text in task.choices:
+        *unchanged, token = encode(examples[0].prompt + text)
+        require(
+            unchanged == before,
+            f"the answer {text!r} is not one token for this model's tokenizer, so it cannot be chosen by likelihood",
+        )
+        choices.append(token)
     for first in range(0, len(examples), size):
         contexts = [encode(example.prompt) for example in examples[first : first + size]]
         scores = choice_log_probs(model.loaded, contexts, [choices] * len(contexts)).tolist()
         for index, row in enumerate(scores, start=first):
             best = task.choices[max(range(len(row)), key=row.__getitem__)]
             yield index, {"output": best, "tokens": 1, "nfe": 1, "finish": "choice", "error": "", "log_probs": row}
-
-
-def _one_token(loaded: LoadedModel, prompt: str, choice: str) -> int:
-    """The id of an answer, which must be one token that leaves the prompt's tokens as they are."""
-    before, after = loaded.tokenizer.encode(prompt), loaded.tokenizer.encode(prompt + choice)
-    require(
-        after[:-1] == before,
-        f"the answer {choice!r} is not one token for this model's tokenizer, so it cannot be chosen by likelihood",
-    )
-    return after[-1]
 
 
 def _graded(task: Task, answers: Sequence[tuple[Example, Sample]], seconds: float) -> list[Sample]:
@@ -226,24 +223,17 @@ def about_model(loaded: LoadedModel) -> dict[str, Any]:
     return {"method": method.name, "model": fingerprint(loaded), "dtype": dtype, **method.stored()}
 
 
-def made_by(loaded: LoadedModel) -> dict[str, Any]:
-    """Facts that stand in the results, but may change between two parts of a run: commit of a checkout, device."""
-    device = loaded.parts.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {"commit": _commit(), "device": name}
-
-
 @functools.cache
 def _commit() -> str:
     """The commit of the checkout that this file belongs to; empty for an installed package."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = functools.partial(
+        subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+    )
     try:
-        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, timeout=10)
-        asked = [*git, "describe", "--always", "--dirty", "--abbrev=12"]
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        git(["git", "ls-files", "--error-unmatch", __file__])
+        return str(git(["git", "describe", "--always", "--dirty", "--abbrev=12"]).stdout).strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return found.stdout.strip() if tracked.returncode == 0 and found.returncode == 0 else ""
 
 
 def fingerprint(loaded: LoadedModel) -> str:

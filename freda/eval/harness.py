@@ -23,8 +23,7 @@ from typing import Any
 from freda import __version__
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig
-from freda.decode.request import Output, Request
-from freda.decode.stops import cut_at_stop
+from freda.decode.request import Output, Request, cut_at_stop
 from freda.errors import FredaError, missing_package, require
 from freda.eval.evaluate import about_model, request_for
 from freda.eval.likelihood import Pair, log_likelihood

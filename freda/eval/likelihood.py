@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from freda.errors import require
 from freda.folders.model_folder import LoadedModel
@@ -39,7 +40,6 @@ from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.transformer import Forward, Transformer
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, continuation
-Progress = Callable[[int], None]
 
 MOST_DRAFT = 512  # draft tokens of a row in one forward: a dense mask over drafts grows with the square of this
 MOST_LOGITS = 2**26  # logits in memory at once: 256 MiB of fp32, where a batch of a large vocabulary would be gigabytes
@@ -50,7 +50,7 @@ class Scored:
     """What a model says of one continuation."""
 
     log_prob: float  # sum of `tokens`, in nats
-    greedy: bool  # is every token of the continuation the most probable one of its conditional?
+    greedy: bool  # True if every token of the continuation is the most probable one of its conditional
     tokens: list[float]  # log-probability of each token
 
 
@@ -61,7 +61,7 @@ def log_likelihood(
     *,
     fast: bool = False,
     batch_tokens: int = 16384,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> list[Scored]:
     """Score the continuation of every (context, continuation), in the order given.
 
@@ -73,20 +73,12 @@ def log_likelihood(
     """
     _check(loaded, pairs, batch_tokens)
     found = [Scored(0.0, True, [])] * len(pairs)
-    done = sum(not continuation for _, continuation in pairs)
-    for rows, hidden in _batches(loaded, pairs, fast=fast, batch_tokens=batch_tokens):
-        flat = [token for index in rows for token in pairs[index][1]]
-        targets = torch.tensor(flat, device=hidden.device)[:, None]  # (N, 1)
-        log_p, best = _log_probs(loaded.backbone, hidden, targets)
-        values, hits = log_p[:, 0].tolist(), (best == targets[:, 0]).tolist()
-        begin = 0
-        for index in rows:
-            end = begin + len(pairs[index][1])
-            found[index] = Scored(math.fsum(values[begin:end]), all(hits[begin:end]), values[begin:end])
-            begin = end
-        done += len(rows)
-        if progress is not None:
-            progress(done)
+    targets = [[[token] for token in continuation] for _, continuation in pairs]
+    scored = _scored(loaded, pairs, targets, fast=fast, batch_tokens=batch_tokens)
+    for done, (index, log_p, best) in enumerate(scored, start=1 + sum(not wanted for wanted in targets)):
+        tokens = log_p[:, 0].tolist()
+        found[index] = Scored(math.fsum(tokens), best.tolist() == list(pairs[index][1]), tokens)
+        progress(done)
     return found
 
 
@@ -97,7 +89,6 @@ def choice_log_probs(
     choices: Sequence[Sequence[int]],
     *,
     batch_tokens: int = 16384,
-    progress: Progress | None = None,
 ) -> Tensor:
     """log p of every one-token choice right after its context, (contexts, C) fp32 on the CPU.
 
@@ -110,22 +101,15 @@ def choice_log_probs(
         len(contexts) == len(choices),
         f"there are {len(contexts)} contexts and choices for {len(choices)}; give each context its own token ids",
     )
-    for context, ids in zip(contexts, choices, strict=True):
-        _check(loaded, [(context, ids)], batch_tokens)
+    both = list(zip(contexts, choices, strict=True))
+    _check(loaded, both, batch_tokens)
     most = max((len(ids) for ids in choices), default=0)
     table = torch.full((len(contexts), most), float("-inf"))
-    pairs = [
-        (context, list(ids[:1])) for context, ids in zip(contexts, choices, strict=True)
-    ]  # any token holds a place
-    done = sum(not ids for ids in choices)
-    for rows, hidden in _batches(loaded, pairs, fast=False, batch_tokens=batch_tokens):
-        padded = [[*choices[index], *[0] * (most - len(choices[index]))] for index in rows]
-        log_p, _ = _log_probs(loaded.backbone, hidden, torch.tensor(padded, device=hidden.device))
-        for index, values in zip(rows, log_p.cpu(), strict=True):
-            table[index, : len(choices[index])] = values[: len(choices[index])]
-        done += len(rows)
-        if progress is not None:
-            progress(done)
+    pairs = [(context, ids[:1]) for context, ids in both]  # any token holds the place
+    targets = [[[*ids, *[0] * (most - len(ids))]] for ids in choices]
+    for index, log_p, _ in _scored(loaded, pairs, targets, fast=False, batch_tokens=batch_tokens):
+        count = len(choices[index])
+        table[index, :count] = log_p[0, :count]
     return table
 
 
@@ -133,9 +117,8 @@ def _check(loaded: LoadedModel, pairs: Sequence[Pair], batch_tokens: int) -> Non
     require(batch_tokens >= 1, f"batch_tokens is {batch_tokens}; use 1 or more")
     top, held = loaded.backbone.blank_id, loaded.method.layout.held
     for context, continuation in pairs:
-        for tokens in (context, continuation):
-            odd = next((token for token in tokens if not 0 <= token < top), None)
-            require(odd is None, f"token id {odd} is BLANK or beyond the vocabulary; use ids 0 to {top - 1}")
+        odd = next((token for token in (*context, *continuation) if not 0 <= token < top), None)
+        require(odd is None, f"token id {odd} is BLANK or beyond the vocabulary; use ids 0 to {top - 1}")
         require(
             len(context) >= held or not continuation,
             "a context is empty, and an autoregressive model predicts a token only from one before it; begin every "
@@ -143,15 +126,21 @@ def _check(loaded: LoadedModel, pairs: Sequence[Pair], batch_tokens: int) -> Non
         )
 
 
-def _log_probs(model: Transformer, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of `targets` (N, C) at hidden states (N, D), (N, C) fp32, and the most probable token of each, (N,)."""
-    step = max(1, MOST_LOGITS // model.blank_id)
-    log_p, best = [], []
-    for first in range(0, len(hidden), step):
-        logits = model.logits(hidden[first : first + step])  # (n, V) fp32
-        log_p.append(logits.gather(-1, targets[first : first + step]) - logits.logsumexp(-1, keepdim=True))
-        best.append(logits.argmax(-1))
-    return torch.cat(log_p), torch.cat(best)
+def _scored(
+    loaded: LoadedModel, pairs: Sequence[Pair], targets: Sequence[list[list[int]]], *, fast: bool, batch_tokens: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For every pair with a continuation of n tokens, batch by batch: its index, log p of `targets` (n, C) in the
+    conditional of each token, and the most probable token of each, (n,); both on the CPU."""
+    for rows, hidden in _batches(loaded, pairs, fast=fast, batch_tokens=batch_tokens):
+        wanted = torch.tensor([ids for index in rows for ids in targets[index]], device=hidden.device)  # (N, C)
+        counts, log_p, best = [len(targets[index]) for index in rows], [], []
+        step = max(1, MOST_LOGITS // loaded.backbone.blank_id)
+        for states, ids in zip(torch.split(hidden, step), torch.split(wanted, step), strict=True):
+            logits = loaded.backbone.logits(states)  # (n, V) fp32
+            log_p.append(logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True))
+            best.append(logits.argmax(-1))
+        values = (torch.split(torch.cat(parts).cpu(), counts) for parts in (log_p, best))
+        yield from zip(rows, *values, strict=True)
 
 
 # -- batches: which texts go together, and the hidden states that predict ---------------------------------------------
@@ -173,25 +162,19 @@ def _batches(
     it is known at once.
     """
     block_size, drafting = loaded.method.block_size, loaded.method.layout.slots > 0
-    lengths = {index: (len(context), len(scored)) for index, (context, scored) in enumerate(pairs) if scored}
-    sizes = {
-        index: _size(given, scored, block_size, fast) if drafting else _Size(given + scored - 1, 0)
-        for index, (given, scored) in lengths.items()
-    }
+    sizes = {}
+    for index, (given, scored) in enumerate((len(context), len(continuation)) for context, continuation in pairs):
+        last = (given + scored - 1) // block_size  # block models commit the whole blocks before the last scored one
+        drafts = last - given // block_size + 1 if fast else scored
+        if scored:
+            sizes[index] = _Size(last * block_size, drafts) if drafting else _Size(given + scored - 1, 0)
     for rows in _grouped(loaded.backbone, sizes, block_size, batch_tokens):
-        texts = [[*pairs[index][0], *pairs[index][1]] for index in rows]
+        text = _text([pairs[index] for index in rows], loaded.parts.device)
         widest = _Size(*(max(column) for column in zip(*(sizes[index] for index in rows), strict=True)))
-        text = _text(loaded.backbone, texts, [lengths[index][0] for index in rows])
         if drafting:
             yield rows, _draft_states(loaded, text, widest, fast=fast, most=min(MOST_DRAFT, batch_tokens))
         else:
             yield rows, _causal_states(loaded.backbone, text, widest.clean)
-
-
-def _size(given: int, scored: int, block_size: int, fast: bool) -> _Size:
-    """A block model commits the whole blocks before the last scored one, and drafts every position or every block."""
-    last = (given + scored - 1) // block_size
-    return _Size(last * block_size, last - given // block_size + 1 if fast else scored)
 
 
 def _grouped(model: Transformer, sizes: dict[int, _Size], block_size: int, batch_tokens: int) -> Iterator[list[int]]:
@@ -211,8 +194,7 @@ def _grouped(model: Transformer, sizes: dict[int, _Size], block_size: int, batch
 
 
 def _width(model: Transformer, tokens: int) -> int:
-    """To how many tokens a row is padded. The flex kernel is compiled for every shape, so it is shown few: powers of
-    two."""
+    """The padded length of a row: a power of two for the flex kernel, which is compiled for every shape it is shown."""
     if model.backend == "sdpa" or tokens == 0:
         return tokens
     return max(128, 1 << (tokens - 1).bit_length())
@@ -225,19 +207,17 @@ class _Text(NamedTuple):
     given: Tensor  # (R, 1) int64: length of the context
     length: Tensor  # (R, 1) int64: length of context and continuation
 
-
-def _text(model: Transformer, texts: list[list[int]], given: list[int]) -> _Text:
-    width = max(len(text) for text in texts)
-    device = model.embed_tokens.weight.device
-    tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
-    lengths = torch.tensor([given, [len(text) for text in texts]], device=device)[:, :, None]
-    return _Text(tokens, lengths[0], lengths[1])
+    def at(self, position: Tensor) -> Tensor:
+        """The tokens at `position` (R, ...); any token where the text has ended."""
+        index = position.clamp_max(self.tokens.shape[1] - 1).flatten(1)
+        return self.tokens.gather(1, index).view(position.shape)
 
 
-def _at(text: _Text, position: Tensor) -> Tensor:
-    """The tokens at `position` (R, ...); any token where the text has ended."""
-    index = position.clamp_max(text.tokens.shape[1] - 1).flatten(1)
-    return text.tokens.gather(1, index).view(position.shape)
+def _text(pairs: Sequence[Pair], device: torch.device) -> _Text:
+    texts = [torch.tensor([*context, *continuation]) for context, continuation in pairs]
+    given = torch.tensor([len(context) for context, _ in pairs], device=device)[:, None]
+    length = torch.tensor([len(text) for text in texts], device=device)[:, None]
+    return _Text(pad_sequence(texts, batch_first=True).to(device), given, length)
 
 
 def _causal_states(model: Transformer, text: _Text, width: int) -> Tensor:
@@ -245,7 +225,7 @@ def _causal_states(model: Transformer, text: _Text, width: int) -> Tensor:
     position = torch.arange(_width(model, width), device=text.tokens.device).expand(len(text.tokens), -1)
     before = position < text.length - 1
     tokens = clean_tokens(torch.where(before, 0, -1), position, block_size=1)
-    x = model.embed_tokens(_at(text, position))
+    x = model.embed_tokens(text.at(position))
     out: Forward = model(x, position, make_mask(tokens, tokens, model.backend))
     return out.hidden[before & (position >= text.given - 1)]
 
@@ -258,50 +238,31 @@ def _draft_states(loaded: LoadedModel, text: _Text, widest: _Size, *, fast: bool
     committed = clean_tokens(torch.where(place < whole, 0, -1), place, size)
     past = None
     if widest.clean:
-        mask = make_mask(committed, committed, model.backend)
-        past = model(model.embed_tokens(_at(text, place)), place, mask).new
+        past = model(model.embed_tokens(text.at(place)), place, make_mask(committed, committed, model.backend)).new
     count, step = -(-_width(model, widest.drafts * size) // size), max(1, most // size)
     states, owners = [], []
     for first in range(0, count, step):
-        drafts = _drafts(text, range(first, min(first + step, count)), size, fast)
-        position = drafts.position.flatten(1)  # (R, S·B)
-        real = drafts.scored.any(-1, keepdim=True).expand_as(drafts.scored).flatten(1)
-        candidate = drafts.candidate.expand_as(drafts.scored).flatten(1)
-        tokens = draft_tokens(torch.where(real, 0, -1), position, size, candidate)
+        number = torch.arange(first, min(first + step, count), device=place.device)
+        position, begin, scored = _drafts(text, number, size, fast)
+        real = scored.any(-1, keepdim=True).expand_as(scored).flatten(1)  # a draft without a scored position is padding
+        candidate = (begin % size).expand_as(scored).flatten(1)  # the drafts of a block do not see each other
+        tokens = draft_tokens(torch.where(real, 0, -1), position.flatten(1), size, candidate)
         mask = make_mask(tokens, concat(committed, tokens), model.backend)
-        out: Forward = model(_embedding(loaded, text, drafts), position, mask, past)
-        scored = drafts.scored.flatten(1)
-        states.append(out.hidden[scored])
+        # What the first pass sees, by the method's own rule: shown tokens with α = 1 and BLANK with 0.
+        draft = start(text.at(position).view(-1, size), (position < begin).view(-1, size), model.blank_id)
+        ids, alpha = (part.view(len(real), -1) for part in loaded.method.rows(draft))
+        out: Forward = model(loaded.method.embed(model, ids, alpha), position.flatten(1), mask, past)
+        states.append(out.hidden[scored.flatten(1)])
         owners.append(scored.nonzero()[:, 0])
     return torch.cat(states)[torch.cat(owners).argsort(stable=True)]  # within a row the drafts come in order
 
 
-class _Drafts(NamedTuple):
-    """Some drafts of every row. A draft without a scored position is padding."""
-
-    position: Tensor  # (R, S, B) int64
-    shown: Tensor  # (R, S, B) bool: given or earlier tokens; the others are BLANK
-    scored: Tensor  # (R, S, B) bool: where the draft is read
-    candidate: Tensor  # (R, S, 1) int64: the drafts of a block do not see each other
-
-
-def _drafts(text: _Text, numbers: range, size: int, fast: bool) -> _Drafts:
-    """Draft number d scores token d of the continuation or, with `fast`, all of its block d."""
-    number = torch.arange(numbers.start, numbers.stop, device=text.tokens.device)
-    begin = text.given + number  # (R, S): what stands before it is shown
-    block = begin // size
-    if fast:
-        block, begin = text.given // size + number, text.given.expand(-1, len(number))
-    inside = torch.arange(size, device=number.device)
-    position, begin = block[..., None] * size + inside, begin[..., None]
+def _drafts(text: _Text, number: Tensor, size: int, fast: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The positions of some drafts of every row (R, S, B) int64, where BLANK begins in each (R, S, 1), and where it is
+    read (R, S, B) bool. Draft number d scores token d of the continuation or, with `fast`, all of its block d."""
+    begin = text.given if fast else text.given + number  # (R, S): what stands before it is shown
+    block = text.given // size + number if fast else begin // size
+    position = block[..., None] * size + torch.arange(size, device=number.device)
+    begin = begin.expand(-1, len(number))[..., None]
     read = position >= begin if fast else position == begin
-    return _Drafts(position, position < begin, read & (position < text.length[..., None]), begin % size)
-
-
-def _embedding(loaded: LoadedModel, text: _Text, drafts: _Drafts) -> Tensor:
-    """What the first pass sees, by the method's own rule: shown tokens with α = 1 and BLANK with 0, (R, S·B, D)."""
-    backbone, method = loaded.backbone, loaded.method
-    shape = (-1, method.block_size)
-    draft = start(_at(text, drafts.position).view(shape), drafts.shown.view(shape), backbone.blank_id)
-    ids, alpha = (part.view(len(text.tokens), -1) for part in method.rows(draft))
-    return method.embed(backbone, ids, alpha)
+    return position, begin, read & (position < text.length[..., None])

@@ -18,8 +18,8 @@ from freda.decode.api import Model, load
 from freda.errors import FredaError, note, require
 from freda.eval.config import SweepConfig, SweepFile, SystemConfig
 from freda.eval.evaluate import about_model, evaluate, fingerprint
-from freda.eval.report.folder import read_samples
 from freda.eval.report.points import FILE, FORMAT_VERSION, Decoding, Point, settings_of
+from freda.eval.report.results import read_samples
 from freda.eval.tasks import tasks_named
 from freda.eval.tasks.task import Example, Task, checksum
 from freda.eval.teacher_forcing import stability
@@ -41,13 +41,7 @@ class Subject(NamedTuple):
 
 
 def run_sweep(
-    file: SweepFile,
-    data: Path,
-    out: Path,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    unpublished: bool = False,
+    file: SweepFile, data: Path, out: Path, *, device: str = "auto", dtype: str = "auto", unpublished: bool = False
 ) -> dict[str, Any]:
     """Measure everything that is not in `out` yet and write `sweep.json`; returns its content."""
     begun, sweep, tasks = time.perf_counter(), file.sweep, tasks_named(file.sweep.tasks)

@@ -24,7 +24,7 @@ from freda.methods.draft import Candidates, CleanHalf, Prediction, Sampling, cle
 from freda.methods.method import Method, Step, Work
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import Refining
-from freda.methods.state import Choice, DecodeState, Limits
+from freda.methods.state import DecodeState, Limits
 from freda.model.attention import make_mask
 from freda.model.head import Logits
 from freda.model.masks import clean_tokens, concat, draft_tokens
@@ -263,7 +263,9 @@ class BestOfN(Refining):
         found = Candidates(*(part[:, :count] for part in found))
         return found._replace(alpha=self.feedback_weight(found.alpha))
 
-    def choose(self, parts: Parts, state: DecodeState, candidates: Candidates, soft: Tensor | None) -> Choice:
+    def choose(
+        self, parts: Parts, state: DecodeState, candidates: Candidates, soft: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """argmax of ℓ + τ·s, with Gumbel noise where the request asks for it."""
         if soft is None:
             return super().choose(parts, state, candidates, soft)
@@ -274,7 +276,7 @@ class BestOfN(Refining):
         score = parts.scorer(soft.reshape(rows * count, size, -1), embedding, counted).view(rows, count)
         place = torch.stack([state.begin, state.draft.passes], dim=-1)
         winner = choose(candidates, score, state.search, place)
-        return Choice(winner, candidates.log_prob + state.search.tau[:, None] * score)
+        return winner, candidates.log_prob + state.search.tau[:, None] * score
 
     def predict(self, logits: Tensor, sampling: Sampling | None, position: Tensor) -> Prediction:
         """A token and its runner-up for every position of logits (R, B, V)."""

@@ -36,7 +36,7 @@ from freda.methods.draft import (
     soft_embedding,
     start,
 )
-from freda.methods.state import Choice, DecodeState, Limits
+from freda.methods.state import DecodeState, Limits
 from freda.model.config import ModelConfig, head_parameters, layer_parameters
 from freda.model.head import Logits
 from freda.model.parts import Parts
@@ -199,9 +199,14 @@ class Method:
         `count` of them, or as many as are worth a forward."""
         return alone(*self.rows(state.draft))
 
-    def choose(self, parts: Parts, state: DecodeState, candidates: Candidates, soft: Tensor | None) -> Choice:
-        """The candidate that is kept. `soft` (R, C·B, D) is the backbone's view of all, where there are several."""
-        return Choice(torch.zeros_like(state.begin), candidates.log_prob)
+    def choose(
+        self, parts: Parts, state: DecodeState, candidates: Candidates, soft: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The candidate that is kept (R,), and the scores of all (R, C): ℓ + τ·s, without noise.
+
+        `soft` (R, C·B, D) is the backbone's view of the candidates, where there are several.
+        """
+        return torch.zeros_like(state.begin), candidates.log_prob
 
     def predict(self, logits: Tensor, sampling: Sampling | None, position: Tensor) -> Prediction:
         """A token for every position of logits (R, B, V)."""

@@ -54,13 +54,6 @@ class Limits(NamedTuple):
     draws: bool  # does any request sample its candidates?
 
 
-class Choice(NamedTuple):
-    """Which of the candidates that a forward has seen is kept."""
-
-    winner: Tensor  # (R,) int64
-    scores: Tensor  # (R, C) fp32: ℓ + τ·s, without the noise
-
-
 def new_state(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, stop_ids: Tensor) -> DecodeState:
     """Requests at the beginning of their first block."""
 

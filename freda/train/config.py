@@ -96,7 +96,10 @@ class RunConfig:
 
 def load(path: Path | None, overrides: Iterable[str] = ()) -> RunConfig:
     """The run that a TOML file describes (or the defaults), with `section.key=value` overrides applied in order."""
-    return from_dict(read_tables(path, overrides))
+    values = read_tables(path, overrides)
+    other = next((name for name in SECTIONS_OF_0_1 if name in values), "")
+    require(not other, f"[{other}] is a section of `freda prepare`; move it to a file of its own")
+    return from_dict(values)
 
 
 def load_stored(path: Path, overrides: Iterable[str] = ()) -> RunConfig:

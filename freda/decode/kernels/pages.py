@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from freda.decode.kernels.rowwise import Heads
-from freda.decode.shapes import BlockTable, ForwardShape
+from freda.decode.pages import BlockTable, ForwardShape
 
 MANY = 64  # requests times heads of keys, from which on there is a program for each, and texts are not cut into parts
 

@@ -1,4 +1,4 @@
-"""The figures of a sweep, from its `sweep.json` alone, as PNG and SVG.
+"""`freda sweep --draw`: the tables of a sweep as CSV and Markdown, its figures as PNG and SVG, from `sweep.json` alone.
 
 One colour is one system in all figures. Bands and bars are one standard error.
 """
@@ -6,14 +6,14 @@ One colour is one system in all figures. Bands and bars are one standard error.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from freda.errors import missing_package
-from freda.eval.report import published
-from freda.eval.report.points import NEVER, OVERALL, Score, Sweep
+from freda.errors import missing_package, note
+from freda.eval.report import published, tables
+from freda.eval.report.points import NEVER, OVERALL, Score, Sweep, read_sweep
 from freda.eval.report.tables import envelope, papers_panels, pareto_panels, pareto_scores
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # safe for colour blindness
@@ -41,11 +41,37 @@ PANEL = (2.7, 2.35)  # inches
 LEGEND_ENTRY = 1.45
 
 
+def draw_sweep(source: Path, out: Path) -> list[Path]:
+    """Write the tables and figures of a sweep; returns their paths. Without matplotlib, which a machine that only
+    measures may not have, the tables alone."""
+    sweep = Sweep(read_sweep(source))
+    out.mkdir(parents=True, exist_ok=True)
+    files: dict[Path, str] = {}
+    for part in sweep.config.parts:
+        made = [table(sweep) for table in tables.TABLES[part]]
+        for name, table in zip((part, f"{part}-summary"), made, strict=False):
+            files[out / f"{name}.csv"] = tables.as_csv(table)
+        files[out / f"{part}.md"] = "\n".join(map(tables.as_markdown, made))
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+    if find_spec("matplotlib") is None:
+        note(f"no figures without matplotlib; where it is installed: freda sweep --draw {source} --out FOLDER")
+        return list(files)
+    return [*files, *(path for part in sweep.config.parts for path in draw(sweep, part, out))]
+
+
 def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:
     """Draw a part of the sweep as PNG and SVG; nothing where there is nothing to draw."""
     if part != "main" and not sweep.panels():
         return []  # likelihoods have no passes, thresholds or candidates
-    with _style() as plt:
+    try:
+        import matplotlib
+    except ImportError:
+        raise missing_package("matplotlib", "plot") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
         figure = DRAWINGS[part](plt, sweep)
         if figure is None:
             return []
@@ -56,30 +82,15 @@ def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:
     return paths
 
 
-@contextmanager
-def _style() -> Iterator[Any]:
-    try:
-        import matplotlib
-    except ImportError:
-        raise missing_package("matplotlib", "plot") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(STYLE):
-        yield plt
-
-
 def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[Any]]:
     """A grid of titled panels, with room above for the legend that `_finish` adds."""
     columns = -(-len(titles) // rows)
     size = (max(4.2, PANEL[0] * columns), PANEL[1] * rows + 0.45)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    flat = list(axes.flat)
-    for axis, title in zip(flat, titles, strict=False):
-        axis.set_title(title)
-    for axis in flat[len(titles) :]:
-        axis.set_visible(False)
-    return figure, flat[: len(titles)]
+    for axis, title in itertools.zip_longest(axes.flat, titles):
+        axis.set_visible(title is not None)
+        axis.set_title(title or "")
+    return figure, list(axes.flat[: len(titles)])
 
 
 def _finish(figure: Any, axes: Sequence[Any], label: str, height: str = "right answers (%)") -> Any:
@@ -103,9 +114,8 @@ def look_of(sweep: Sweep, system: str) -> dict[str, Any]:
     """Colour and marker of a system. A reserved name looks the same in all sweeps; others take what is left."""
     taken = {name: place for place, name in enumerate(RESERVED) if name in sweep.systems}
     free = (place for place in itertools.count() if place not in taken.values())
-    places = {name: taken[name] if name in taken else next(free) for name in sweep.systems}
-    place, order = places[system], list(sweep.systems).index(system)
-    size = max(3.0, 6.0 - 0.8 * order)  # where curves lie on each other, the lower one still shows
+    place = {name: taken[name] if name in taken else next(free) for name in sweep.systems}[system]
+    size = max(3.0, 6.0 - 0.8 * list(sweep.systems).index(system))  # where curves lie on each other, the lower shows
     look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
     return {**look, "label": system, "markersize": size}
 
@@ -161,8 +171,11 @@ def main_figure(plt: Any, sweep: Sweep) -> Any:
 
 def passes_figure(plt: Any, sweep: Sweep) -> Any:
     """Figure iter-scaling. Above the points: what the better of the refining systems has gained since one pass."""
-    figure, axes = _panels(plt, [panel.capitalize() for panel in sweep.panels()])
-    for axis, panel in zip(axes, sweep.panels(), strict=True):
+    settings = [setting for system in sweep.systems for setting in sweep.settings("passes", system)]
+    stops = {s.passes for s in settings if s.threshold < NEVER}
+    off = {s.passes for s in settings if s.threshold >= NEVER} - stops
+
+    def curves(axis: Any, panel: str) -> None:
         best: dict[int, float] = {}
         for system in sweep.systems:
             known = [(s.passes, score) for s, score in sweep.scores(system, panel, sweep.settings("passes", system))]
@@ -176,19 +189,11 @@ def passes_figure(plt: Any, sweep: Sweep) -> Any:
                 _above(axis, f"{accuracy - best[min(best)]:+.1f}", (passes, accuracy), 6)
         if panel == OVERALL and panel in papers_panels(sweep):
             axis.plot(*zip(*published.PASSES.items(), strict=True), "--x", color=GREY, label="paper (4B)")
-        _mark_early_stop(axis, sweep)
-        axis.margins(y=0.15)
+        if stops and off:  # a dotted line where the early stop is switched off
+            axis.axvline((max(stops) + min(off)) / 2, color=GREY, linestyle=":", linewidth=1)
         axis.xaxis.get_major_locator().set_params(integer=True)
-    return _finish(figure, axes, "passes per block")
 
-
-def _mark_early_stop(axis: Any, sweep: Sweep) -> None:
-    """A dotted line where the early stop is switched off."""
-    settings = [setting for system in sweep.systems for setting in sweep.settings("passes", system)]
-    stops = {s.passes for s in settings if s.threshold < NEVER}
-    off = {s.passes for s in settings if s.threshold >= NEVER} - stops
-    if stops and off:
-        axis.axvline((max(stops) + min(off)) / 2, color=GREY, linestyle=":", linewidth=1)
+    return _by_kind(plt, sweep, "passes per block", curves)
 
 
 def pareto_figure(plt: Any, sweep: Sweep) -> Any:
@@ -251,14 +256,16 @@ def tau_figure(plt: Any, sweep: Sweep) -> Any:
             axis.plot(*zip(*points, strict=True), "--x", color=GREY, label="paper (4B)")
         axis.set_xscale("symlog", linthresh=0.1)
 
-    return _ablation(plt, sweep, "weight of the scorer, τ", curves)
+    scored = any(decoding.scores for decoding in sweep.decoding.values())
+    return _by_kind(plt, sweep, "weight of the scorer, τ", curves) if scored else None
 
 
 def width_figure(plt: Any, sweep: Sweep) -> Any:
     """Table bon_width_ablation as curves: one for each number of passes."""
+    scoring = [name for name in sweep.systems if sweep.decoding[name].scores]
 
     def curves(axis: Any, panel: str) -> None:
-        for system in (name for name in sweep.systems if sweep.decoding[name].scores):
+        for system in scoring:
             known = sweep.scores(system, panel, settings := sweep.settings("width", system))
             for number, passes in enumerate(dict.fromkeys(setting.passes for setting in settings)):
                 look = look_of(sweep, system) | {"label": f"{system}, {passes} passes", "marker": MARKERS[number]}
@@ -266,16 +273,13 @@ def width_figure(plt: Any, sweep: Sweep) -> Any:
                 _curve(axis, [(s.width, score) for s, score in known if s.passes == passes], **look)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
-    return _ablation(plt, sweep, "candidates, N", curves)
+    return _by_kind(plt, sweep, "candidates, N", curves) if scoring else None
 
 
-def _ablation(plt: Any, sweep: Sweep, label: str, curves: Callable[[Any, str], None]) -> Any:
-    """A panel for each kind of task, where there is a system with a scorer."""
-    panels = list(sweep.panels())
-    if not panels or not any(decoding.scores for decoding in sweep.decoding.values()):
-        return None
-    figure, axes = _panels(plt, [panel.capitalize() for panel in panels])
-    for axis, panel in zip(axes, panels, strict=True):
+def _by_kind(plt: Any, sweep: Sweep, label: str, curves: Callable[[Any, str], None]) -> Any:
+    """A panel for each kind of task, drawn by `curves`."""
+    figure, axes = _panels(plt, [panel.capitalize() for panel in sweep.panels()])
+    for axis, panel in zip(axes, sweep.panels(), strict=True):
         curves(axis, panel)
         axis.margins(y=0.15)
     return _finish(figure, axes, label)

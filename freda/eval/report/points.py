@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from freda.errors import FredaError, require
 from freda.eval.config import SweepConfig, SystemConfig
-from freda.eval.report.compare import Compared, compared
+from freda.eval.report.results import Compared, compared
 from freda.sections import build
 
 FILE = "sweep.json"

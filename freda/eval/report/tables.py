@@ -1,14 +1,16 @@
-"""The tables of a sweep: pure functions of its points."""
+"""The tables of a sweep, pure functions of its points; and any table as CSV or Markdown."""
 
 from __future__ import annotations
 
+import csv
+import io
 import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from freda.eval.report import published
-from freda.eval.report.compare import Compared
 from freda.eval.report.points import NEVER, OVERALL, Difference, Score, Setting, Sweep
+from freda.eval.report.results import Compared
 
 MATCHED = 0.5  # points below the baseline's best that still match it: less is within the noise of any benchmark here
 
@@ -36,6 +38,7 @@ class Interval(NamedTuple):
 
 Cell = str | int | float | WithError | Interval | None
 Row = tuple[Cell, ...]
+COLUMNS = {WithError: ("", " ±"), Interval: ("", " low", " high")}  # what is added to their headings in CSV
 
 
 class Table(NamedTuple):
@@ -140,11 +143,10 @@ def speed_up_table(sweep: Sweep) -> Table:
     header = ("system", *panels, "mean")
     if sweep.baseline is None:
         return Table(title, header, [], "No system of the sweep is marked as the baseline.")
-    points = {(name, panel): pareto_scores(sweep, name, panel) for name in sweep.systems for panel in panels}
-    scores = {place: [score for _, score in pairs] for place, pairs in points.items()}
     rows: list[Row] = []
     for system in (name for name in sweep.systems if name != sweep.baseline):
-        ratios = [speed_up(scores[sweep.baseline, panel], scores[system, panel]) for panel in panels]
+        pairs = [[pareto_scores(sweep, name, panel) for name in (sweep.baseline, system)] for panel in panels]
+        ratios = [speed_up(*([score for _, score in scores] for scores in pair)) for pair in pairs]
         known = [ratio for ratio in ratios if ratio is not None]
         rows.append((system, *map(two_digits, ratios), mean_of(known) if len(known) == len(ratios) else None))
     low, high = published.SPEED_UP
@@ -260,3 +262,41 @@ def flips(sweep: Sweep, system: str, model: int, task: str, passes: int) -> tupl
         return None, None
     both = list(zip(pair[0].right, pair[1].right, strict=True))
     return both.count(("0", "1")), both.count(("1", "0"))
+
+
+# -- as text ---------------------------------------------------------------------------------------------------------
+
+
+def as_csv(table: Table) -> str:
+    """The rows as CSV, one number in a column."""
+    by_column = zip(table.header, *table.rows, strict=True)
+    columns = [next((COLUMNS[type(c)] for c in cells if isinstance(c, tuple)), ("",)) for cells in by_column]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([name + more for name, names in zip(table.header, columns, strict=True) for more in names])
+    for row in table.rows:
+        cells = zip(row, columns, strict=True)
+        writer.writerow([value for cell, names in cells for value in _numbers(cell, len(names))])
+    return text.getvalue()
+
+
+def _numbers(cell: Cell, count: int) -> list[Cell]:
+    return list(cell) if isinstance(cell, tuple) else [cell, *[None] * (count - 1)]
+
+
+def as_markdown(table: Table) -> str:
+    """The rows as a Markdown table under its title."""
+    rows = table.rows if table.shown is None else table.shown
+    marks = [
+        "---" if any(isinstance(row[place], str) for row in rows) else "---:" for place in range(len(table.header))
+    ]
+    lines = [table.header, *([_shown(cell) for cell in row] for row in rows)]
+    first, *rest = (f"| {' | '.join(cells)} |" for cells in lines)
+    note = ["", table.note] if table.note else []
+    return "\n".join([f"### {table.title}", "", first, f"|{'|'.join(marks)}|", *rest, *note, ""])
+
+
+def _shown(cell: Cell) -> str:
+    if cell is None:
+        return "–"
+    return f"{cell:.2f}" if isinstance(cell, float) else str(cell)

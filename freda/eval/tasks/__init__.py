@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from freda.errors import FredaError
-from freda.eval.tasks.gpqa import GPQA_DIAMOND
-from freda.eval.tasks.gsm8k import GSM8K
-from freda.eval.tasks.humaneval import HUMANEVAL
-from freda.eval.tasks.humaneval_plus import HUMANEVAL_PLUS
-from freda.eval.tasks.math500 import MATH500
-from freda.eval.tasks.mbpp import MBPP
-from freda.eval.tasks.mini_code import MINI_CODE
-from freda.eval.tasks.mini_logic import MINI_LOGIC
-from freda.eval.tasks.mini_math import MINI_MATH
-from freda.eval.tasks.mmlu import MMLU
-from freda.eval.tasks.sums import SUMS
+from freda.eval.tasks.code import HUMANEVAL, HUMANEVAL_PLUS, MBPP
+from freda.eval.tasks.generated import MINI_CODE, MINI_LOGIC, MINI_MATH, SUMS
+from freda.eval.tasks.mathematics import GSM8K, MATH500
+from freda.eval.tasks.multiple_choice import GPQA_DIAMOND, MMLU
 from freda.eval.tasks.task import Task
 
 PUBLISHED = (MMLU, GPQA_DIAMOND, GSM8K, MATH500, HUMANEVAL, HUMANEVAL_PLUS, MBPP)

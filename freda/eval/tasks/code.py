@@ -1,16 +1,30 @@
-"""Grading by execution: rows of HumanEval, HumanEval+ and MBPP become a program and its tests, run in the sandbox."""
+"""HumanEval, HumanEval+ and MBPP: answers that are programs, run with their tests in the sandbox.
+
+HumanEval, 0-shot, asks for the body of a Python function from its docstring. HumanEval+ asks the same with many more
+inputs and compares outputs with the reference's. It is read from `HumanEvalPlus.jsonl.gz` (inputs and reference): the
+other published form, with test code, has a broken test for HumanEval/32, which no answer can pass. MBPP, 3-shot, asks
+for a short program from a sentence and its tests. As its authors have it, the questions are rows 11 to 510 of the
+published file and the exemplars rows 2, 3 and 4.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from freda.eval.sandbox import Verdict, run_many
-from freda.eval.tasks.task import Example, Graded
+from freda.errors import require
+from freda.eval.tasks.sandbox import Verdict, run_many
+from freda.eval.tasks.task import Example, Graded, Task, json_rows
 
 FUNCTION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # what follows the body of a function
 MOST_KNOWN = 100_000  # verdicts kept, a few kilobytes each
+EXEMPLARS, QUESTIONS = (2, 3, 4), range(11, 511)  # of MBPP
+FUNCTION_FIELDS = ("task_id", "prompt", "canonical_solution", "entry_point")
+PLUS_FIELDS = (*FUNCTION_FIELDS, "base_input", "plus_input", "atol")
+MBPP_FIELDS = ("task_id", "text", "code", "test_list", "test_setup_code")
 _KNOWN: dict[tuple[str, str], Verdict] = {}
 
 # The tests of HumanEval+, as in evalplus: the reference computes what is expected (in a namespace of its own), and
@@ -47,6 +61,31 @@ def _freda_check(candidate, reference, inputs, entry_point, atol):
         assert right(kept, out, wanted[number]), f"input {number}: {out!r:.80} is not {wanted[number]!r:.80}"
 
 """
+
+
+def load_functions(file: str, fields: Sequence[str], folder: Path, expected: int) -> list[Example]:
+    """The prompts of HumanEval or HumanEval+ as published."""
+    rows = json_rows(folder / file, fields, expected)
+    return [Example(row["task_id"], row["prompt"], row["canonical_solution"], row) for row in rows]
+
+
+def load_mbpp(folder: Path, expected: int) -> list[Example]:
+    """The test questions of MBPP behind three exemplars."""
+    path = folder / "mbpp" / "mbpp.jsonl"
+    by_id = {row["task_id"]: row for row in json_rows(path, MBPP_FIELDS, expected)}
+    missing = next((number for number in EXEMPLARS if number not in by_id), None)
+    require(missing is None, f"{path} has no row with task_id {missing}, an exemplar; get the whole file")
+    head = "".join(f"{_mbpp_prompt(by_id[number])}{by_id[number]['code']}\n[DONE]\n\n" for number in EXEMPLARS)
+    chosen = [by_id[number] for number in QUESTIONS if number in by_id]
+    return [Example(f"mbpp/{row['task_id']}", head + _mbpp_prompt(row), row["code"], row) for row in chosen]
+
+
+def _mbpp_prompt(row: dict[str, Any]) -> str:
+    tests = "\n".join(row["test_list"])
+    return (
+        f"You are an expert Python programmer, and here is your task: {row['text']} "
+        f"Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
+    )
 
 
 def executed(
@@ -94,3 +133,36 @@ def mbpp_program(row: Mapping[str, Any], completion: str) -> tuple[str, str]:
     comes after the program. Before it, as in other harnesses, these two references fail their own tests.
     """
     return completion, "\n".join([row["test_setup_code"], *row["test_list"], ""])
+
+
+HUMANEVAL = Task(
+    name="humaneval",
+    kind="coding",
+    rows=164,
+    checksum="1f089a3df8fcb544",
+    stops=FUNCTION_STOPS,
+    max_new_tokens=1024,
+    load=functools.partial(load_functions, "humaneval/HumanEval.jsonl.gz", (*FUNCTION_FIELDS, "test")),
+    grade_all=executed(humaneval_program),
+)
+HUMANEVAL_PLUS = Task(
+    name="humaneval_plus",
+    kind="coding",
+    rows=164,
+    checksum="cfd6bda12614db7f",
+    stops=FUNCTION_STOPS,
+    max_new_tokens=1024,
+    load=functools.partial(load_functions, "humanevalplus/HumanEvalPlus.jsonl.gz", PLUS_FIELDS),
+    grade_all=executed(humanevalplus_program),
+)
+MBPP = Task(
+    name="mbpp",
+    kind="coding",
+    rows=974,
+    checksum="2fef9268a8822aa8",
+    shots=len(EXEMPLARS),
+    stops=("[DONE]", "\nYou are"),
+    max_new_tokens=512,
+    load=load_mbpp,
+    grade_all=executed(mbpp_program),
+)

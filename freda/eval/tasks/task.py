@@ -51,7 +51,7 @@ class Task:
     rows: int  # in the published file; fewer or more are an error
     load: Callable[[Path, int], list[Example]]  # from a data folder and `rows`, in the order of the file
     grade_all: Callable[[Sequence[Example], Sequence[str]], list[Graded]]  # all at once: some graders run in parallel
-    reference: Callable[[Example], str]  # a right answer
+    reference: Callable[[Example], str] = lambda example: example.gold  # a right answer
     max_new_tokens: int = 1
     checksum: str = ""  # first digits of the published questions' checksum; empty where it is not known
     shots: int = 0
@@ -81,9 +81,10 @@ def one_by_one(grade: Callable[[Example, str], Graded]) -> Callable[[Sequence[Ex
     return lambda examples, texts: [grade(*pair) for pair in zip(examples, texts, strict=True)]
 
 
-def gold(example: Example) -> str:
-    """A `Task.reference` where the published answer is the whole text."""
-    return example.gold
+def compared_with_gold(right: bool, answer: str, example: Example, also: Mapping[str, bool] = {}) -> Graded:
+    """The verdict on an answer that was found in a text; a wrong one is shown beside the right one, both cut."""
+    reason = "right" if right else f"{answer[:60]} is not {example.gold[:60]}"
+    return Graded(right, reason, answer, also)
 
 
 def checksum(examples: Sequence[Example]) -> str:
@@ -102,12 +103,6 @@ def found(path: Path) -> Path:
     """The path of a benchmark's file or folder; an error that says how to get it if it is missing."""
     require(path.exists(), f"there is no {path}; get it with --download, or name the benchmarks' folder with --data")
     return path
-
-
-def shards(folder: Path) -> Path:
-    """A folder of token shards, whose manifest says how generated questions are made; an error if it is none."""
-    require((folder / "manifest.json").is_file(), f"{folder} has no token shards; name the model's with --data")
-    return folder
 
 
 def check_rows(path: Path, rows: Sequence[object], expected: int) -> None:

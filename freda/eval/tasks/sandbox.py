@@ -3,7 +3,7 @@
 Every program gets a fresh interpreter (`python -I`) with an empty environment, a temporary folder, empty standard
 input, its own session, limits on memory, time, file size, open files and processes, and no network. Where the kernel
 allows namespaces, it sees no process but its own, and all of them end with it. Started by root, it runs under a user id
-that nobody else has. A pass is a secret that comes back: `freda/eval/inside.py` says how it is kept from the program.
+that nobody else has. A pass is a secret that comes back: `inside.py` says how it is kept from the program.
 
 What remains possible. On the machine:
 
@@ -39,14 +39,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from freda.errors import FredaError, require
-from freda.eval.inside import SIGNALLED, STARTED, TIMED_OUT
+from freda.eval.tasks.inside import SIGNALLED, STARTED, TIMED_OUT
 
 INSIDE = Path(__file__).with_name("inside.py")
 FIRST_UID, UIDS = 64_000, 1_024  # below 65,534, so that containers with 65,536 ids have them
@@ -54,6 +54,7 @@ OPEN_FILES = 64
 GRACE = 3.0  # seconds that start-up and clearing away may take beyond the program's own; then all is killed from here
 REPORT = 4_096  # bytes kept of what comes through the result socket
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+PASSED_ON = ("LD_LIBRARY_PATH",)  # a Python built with a shared library may need it to start
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,22 @@ def run_program(program: str, tests: str, limits: Limits = Limits()) -> Verdict:
         "limits": _resource_limits(limits, uid, granted),
         "pid_namespace": granted.processes,
     }
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     ours, theirs = socket.socketpair()  # unlike a pipe, it cannot be opened again by way of /proc/self/fd
     with _folder(uid) as folder, ours:
         with theirs, tempfile.TemporaryFile() as file:  # no pipe: both sides could wait for each other
             file.write(json.dumps({**job, "result": theirs.fileno()}).encode())
             file.seek(0)
-            process = _start(granted, folder, file, theirs.fileno())
+            process = subprocess.Popen(
+                [*granted.command, sys.executable, "-I", "-B", "-X", "utf8", str(INSIDE)],
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={**ENVIRONMENT, **passed_on, "HOME": folder, "TMPDIR": folder},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
         output, report, in_time = _finish(process, ours.fileno(), limits)
     status = process.returncode if in_time else TIMED_OUT
     if report is None and status != TIMED_OUT:
@@ -120,43 +131,13 @@ def run_program(program: str, tests: str, limits: Limits = Limits()) -> Verdict:
     return Verdict(reason == "passed", reason, time.monotonic() - begun, output)
 
 
-def run_many(
-    jobs: Sequence[tuple[str, str]],
-    limits: Limits = Limits(),
-    *,
-    workers: int = 0,
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[Verdict]:
-    """Verdicts on (program, tests) pairs, in order; `workers` 0 is one per core. `progress` gets the number done."""
+def run_many(jobs: Sequence[tuple[str, str]], limits: Limits = Limits(), workers: int = 0) -> list[Verdict]:
+    """Verdicts on (program, tests) pairs, in order; `workers` 0 is one per core."""
     require(workers >= 0, f"workers = {workers}: choose a number, or 0 for one per core")
     if jobs:
         isolation()  # once, before the threads
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
-        futures = [pool.submit(run_program, program, tests, limits) for program, tests in jobs]
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                future.result()
-                progress(done)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [future.result() for future in futures]
-
-
-def _start(granted: Isolation, folder: str, file: IO[bytes], result: int) -> subprocess.Popen[bytes]:
-    environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
-    if "LD_LIBRARY_PATH" in os.environ:  # a Python built with a shared library may need it to start
-        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-    return subprocess.Popen(
-        [*granted.command, sys.executable, "-I", "-B", "-X", "utf8", str(INSIDE)],
-        stdin=file,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd=folder,
-        env=environment,
-        pass_fds=(result,),
-        start_new_session=True,
-    )
+        return list(pool.map(lambda job: run_program(job[0], job[1], limits), jobs))
 
 
 def _finish(process: subprocess.Popen[bytes], result: int, limits: Limits) -> tuple[str, str | None, bool]:
@@ -164,10 +145,10 @@ def _finish(process: subprocess.Popen[bytes], result: int, limits: Limits) -> tu
     assert process.stdout is not None
     deadline = time.monotonic() + limits.seconds + GRACE
     try:
-        (_, output), (first, report) = _read(
-            {process.stdout.fileno(): limits.output_kb * 1024, result: REPORT}, deadline
-        )
-        while not (in_time := _has_ended(process.pid)) and time.monotonic() < deadline:
+        kept = {process.stdout.fileno(): limits.output_kb * 1024, result: REPORT}
+        (_, output), (first, report) = _read(kept, deadline)
+        unreaped = functools.partial(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        while not (in_time := unreaped() is not None) and time.monotonic() < deadline:
             time.sleep(0.002)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -196,11 +177,6 @@ def _read(kept: dict[int, int], deadline: float) -> list[tuple[bytes, bytes]]:
             for key, _ in selector.select(left):
                 take(key.fd)
     return list(seen.values())
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a child has ended; it is not reaped."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _reason(status: int, report: str, secret: str, limits: Limits) -> str:
@@ -237,10 +213,9 @@ def _resource_limits(limits: Limits, uid: int | None, granted: Isolation) -> dic
 def _tasks_of(uid: int) -> int:
     """Threads that a user runs now."""
     count = 0
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                count += len(os.listdir(folder / "task")) if folder.stat().st_uid == uid else 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may have ended
+            count += len(os.listdir(folder / "task")) if folder.stat().st_uid == uid else 0
     return count
 
 
@@ -263,16 +238,13 @@ def isolation() -> Isolation:
     """What the kernel grants, tried once; what it does not is reported once on standard error."""
     require(sys.platform == "linux", f"the sandbox needs Linux, this is {sys.platform}; run it in a Linux container")
     unshare = shutil.which("unshare")
-    user = () if os.geteuid() == 0 else ("--user",)
-    network = (*user, "--net")
+    network = (*(() if os.geteuid() == 0 else ("--user",)), "--net")
     whole = (*network, "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
-    for options in (whole, network) if unshare is not None else ():
+    found = Isolation((), False, False)
+    for options in (network, whole) if unshare is not None else ():
         command = (str(unshare), *options)
         if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
             found = Isolation(command, True, options == whole)
-            break
-    else:
-        found = Isolation((), False, False)
     missing = [text for has, text in ((found.network, "no network"), (found.processes, "a pid namespace")) if not has]
     if missing:
         print(f"sandbox: this kernel does not grant {' and '.join(missing)}; programs run without", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The inner half of the sandbox: the script that `freda.eval.sandbox` starts in a fresh interpreter for every program.
+"""The inner half of the sandbox: the script that `sandbox.py` starts in a fresh interpreter for every program.
 
 It reads the program, the tests, the limits and a secret from its standard input, takes its rights away and forks. The
 first process (process 1 where there is a pid namespace) keeps the time and ends what the program leaves behind. The

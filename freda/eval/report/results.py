@@ -1,4 +1,8 @@
-"""How certain a score is, and `freda eval --compare A B`: the paired difference of two evaluations.
+"""Results of evaluations: the files of one, how certain its score is, and `freda eval --compare A B`.
+
+The folder of an evaluation holds `samples.jsonl`, a head with what was asked and a line per answer, and `results.json`.
+A process may be killed at any moment: files get their names when they are whole, and a line that was cut off or
+damaged is skipped, so that its question is asked again.
 
 Questions differ much more than models do, so two scores are compared question by question: what counts is where they
 disagree. The interval is that of Agresti and Min (2005): the normal one of the mean of the differences (−1, 0 or 1), at
@@ -8,14 +12,15 @@ questions would be equal for certain.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from freda.errors import require
-from freda.eval.report.folder import read_samples
+from freda.errors import FredaError, require
 
+SAMPLES, RESULTS = "samples.jsonl", "results.json"
 Z = 1.96  # 95% of a normal distribution
 
 
@@ -28,6 +33,27 @@ class Compared(NamedTuple):
     low: float
     high: float
     only: tuple[float, float]  # questions that A alone, or B alone, solves
+
+
+def read_samples(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The head, which says what was asked, and the answers by their ids; damaged lines are skipped."""
+    path = folder / SAMPLES
+    if not path.is_file():
+        raise FredaError(f"{folder} holds no {SAMPLES}; name the folder of one task that freda eval made")
+    first, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    head = _line(first)
+    if "checksum" not in head:
+        raise FredaError(f"{path} does not begin with what was asked ({first[:40]!r}); delete it, or choose another")
+    samples = [sample for sample in map(_line, lines[:-1]) if {"id", "correct"} <= sample.keys()]
+    return head, {sample["id"]: sample for sample in samples}
+
+
+def _line(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def compare(first: Path, second: Path) -> Compared:

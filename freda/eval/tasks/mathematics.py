@@ -1,8 +1,12 @@
-"""MATH-500, 4-shot: competition mathematics, graded by math-verify.
+"""GSM8K, 4-shot chain of thought, and MATH-500, 4-shot: word problems and competition mathematics.
 
-The exemplars are the four of Minerva (`fewshot/minerva_math_4shot.json`). The answer is what follows "final answer is",
-or else the last \\boxed{}. math-verify stops itself by a signal, which only works in the main thread of a process, and
-LaTeX can make it hang all the same: every answer is graded in a worker process that is killed when it takes too long.
+GSM8K: the exemplars are the first four of the eight that most projects use (`fewshot/gsm8k_cot_8shot.json`). Strict
+match takes the number after "The answer is", flexible match the last number of the text; strict is the headline.
+
+MATH-500: the exemplars are the four of Minerva (`fewshot/minerva_math_4shot.json`). The answer is what follows "final
+answer is", or else the last \\boxed{}; math-verify compares it with the published one. It stops itself by a signal,
+which only works in the main thread of a process, and LaTeX can make it hang all the same: every answer is graded in a
+worker process that is killed when it takes too long.
 """
 
 from __future__ import annotations
@@ -14,20 +18,58 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from decimal import Decimal, InvalidOperation
 from importlib.util import find_spec
 from pathlib import Path
 
 from freda.errors import missing_package
-from freda.eval.tasks.task import Example, Graded, Task, exemplars, json_rows
+from freda.eval.tasks.task import Example, Graded, Task, compared_with_gold, exemplars, json_rows, one_by_one
 
 SHOTS = 4
+STRICT = re.compile(r"[Tt]he answer is:?\s*\$?(-?[\d.,]*\d)")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+CALCULATOR = re.compile(r"<<[^>]*>>")  # annotations of the published solutions
 FINAL = re.compile(r"final answer is:?\s*(.+?)(?:\.\s*I hope|\.?\s*$)", re.IGNORECASE | re.DOTALL)
 SECONDS = 10  # for one answer; 1,000 comparisons of published answers take 2 s
 LONGEST = 2_000  # characters of an answer that are looked at
 Check = Callable[[str, str], bool]
 
 
-def load(folder: Path, expected: int) -> list[Example]:
+def load_gsm8k(folder: Path, expected: int) -> list[Example]:
+    """The test questions behind four exemplars."""
+    rows = json_rows(folder / "gsm8k" / "test.jsonl", ("question", "answer"), expected)
+    head = exemplars(folder / "fewshot" / "gsm8k_cot_8shot.json", "Q: {question}\nA: {target}\n\n", SHOTS)
+    golds = [row["answer"].rpartition("####")[2].strip().replace(",", "") for row in rows]
+    return [
+        Example(f"gsm8k/{number}", f"{head}Q: {row['question']}\nA:", gold, row)
+        for number, (row, gold) in enumerate(zip(rows, golds, strict=True))
+    ]
+
+
+def grade_gsm8k(example: Example, text: str) -> Graded:
+    """Strict match, with the verdict of flexible match beside it."""
+    found, numbers = STRICT.search(text), NUMBER.findall(text)
+    also = {"flexible": bool(numbers) and same_number(numbers[-1], example.gold)}
+    if found is None:
+        return Graded(False, "no 'The answer is'", "", also)
+    return compared_with_gold(same_number(found[1], example.gold), found[1][:40], example, also)
+
+
+def gsm8k_reference(example: Example) -> str:
+    """The published solution in the exemplars' words."""
+    solution = CALCULATOR.sub("", str(example.row["answer"]).rpartition("####")[0]).strip()
+    return f" {solution} The answer is {example.gold}."
+
+
+def same_number(one: str, other: str) -> bool:
+    """Equality as numbers, whatever the commas and zeros. Decimal, because a float would call neighbours equal."""
+    try:
+        return Decimal(one.replace(",", "")) == Decimal(other.replace(",", ""))
+    except InvalidOperation:
+        return False
+
+
+def load_math500(folder: Path, expected: int) -> list[Example]:
     """The problems behind four exemplars."""
     rows = json_rows(folder / "math500" / "test.jsonl", ("problem", "solution", "answer"), expected)
     template = "Problem:\n{problem}\n\nSolution:\n{solution}\n\n"
@@ -38,19 +80,18 @@ def load(folder: Path, expected: int) -> list[Example]:
     ]
 
 
-def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
+def grade_math500(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
     """Compare every answer with the published one, in worker processes."""
-    pairs = [(example.gold, answer_of(text)) for example, text in zip(examples, texts, strict=True)]
-    verdicts = iter(in_workers(same, [pair for pair in pairs if pair[1]]))
-    return [
-        _graded(gold, answer, next(verdicts)) if answer else Graded(False, "no answer", "") for gold, answer in pairs
-    ]
+    answers = [answer_of(text) for text in texts]
+    pairs = [(example.gold, answer) for example, answer in zip(examples, answers, strict=True) if answer]
+    verdicts = iter(in_workers(same, pairs))
+    return [_graded(example, a, next(verdicts) if a else None) for example, a in zip(examples, answers, strict=True)]
 
 
-def _graded(gold: str, answer: str, right: bool | None) -> Graded:
-    reason = "right" if right else f"{answer[:60]} is not {gold[:60]}"
-    gave_up = f"the grader failed, or gave up after {SECONDS} s"
-    return Graded(bool(right), reason if right is not None else gave_up, answer)
+def _graded(example: Example, answer: str, right: bool | None) -> Graded:
+    if right is None:
+        return Graded(False, f"the grader failed, or gave up after {SECONDS} s" if answer else "no answer", answer)
+    return compared_with_gold(right, answer, example)
 
 
 def in_workers(check: Check, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
@@ -102,24 +143,18 @@ def _safely(check: Check, gold: str, answer: str) -> bool | None:
 
 def answer_of(text: str) -> str:
     """The answer that a solution gives; empty if it gives none."""
-    found = FINAL.search(text)
-    answer = found[1].strip() if found else _last_boxed(text)
-    return answer[:LONGEST]
-
-
-def _last_boxed(text: str) -> str:
-    begin = text.rfind("\\boxed{")
-    if begin < 0:
-        return ""
-    depth, start = 0, begin + len("\\boxed")
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    if found := FINAL.search(text):
+        return found[1].strip()[:LONGEST]
+    _, boxed, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for place, character in enumerate(rest if boxed else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[start + 1 : place]
+            return rest[:place][:LONGEST]
     return ""
 
 
-def check_installed() -> None:
+def check_math_verify() -> None:
     """Raise if math-verify is missing."""
     if find_spec("math_verify") is None:
         raise missing_package("math-verify", "eval")
@@ -136,11 +171,23 @@ def same(gold: str, answer: str) -> bool:
     return bool(first and second and verify(first, second, timeout_seconds=None))
 
 
-def reference(example: Example) -> str:
+def math500_reference(example: Example) -> str:
     """The published solution in the exemplars' words."""
     return f" {example.row['solution']}\nFinal Answer: The final answer is ${example.gold}$. I hope it is correct."
 
 
+GSM8K = Task(
+    name="gsm8k",
+    kind="mathematics",
+    rows=1319,
+    checksum="79e2b09803333a98",
+    shots=SHOTS,
+    stops=("Q:", "\n\n"),
+    max_new_tokens=512,
+    load=load_gsm8k,
+    grade_all=one_by_one(grade_gsm8k),
+    reference=gsm8k_reference,
+)
 MATH500 = Task(
     name="math500",
     kind="mathematics",
@@ -149,8 +196,8 @@ MATH500 = Task(
     shots=SHOTS,
     stops=("Problem:", "I hope it is correct."),
     max_new_tokens=1024,
-    load=load,
-    grade_all=grade_all,
-    reference=reference,
-    check_installed=check_installed,
+    load=load_math500,
+    grade_all=grade_math500,
+    reference=math500_reference,
+    check_installed=check_math_verify,
 )
