@@ -55,7 +55,7 @@ LONGEST_ANSWER, PAUSE = 192, 0.1  # its tokens; seconds between its passes on a 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything."""
+    """The sizes of a demo."""
 
     corpus: CorpusConfig
     data: DataConfig

@@ -307,13 +307,13 @@ COLUMNS = {  # of the table: from which value of a row, times what, and how it i
 
 def table_lines(found: dict[str, Any]) -> list[str]:
     """The printed table."""
-    fixed = f"{found['passes']} passes for every block"
-    closing = f"at most {found['passes']} passes for a block, which closes from probability {found['threshold']:g} on"
+    rule = f"{found['passes']} passes for every block"
+    if found["threshold"] <= 1:
+        rule = f"at most {found['passes']} passes for a block, which closes from probability {found['threshold']:g} on"
     lines = [
         f"{found['model']}, {_scaled(found['parameters'], 'M', 'B')} parameters, {found['dtype']}, {found['device']}: "
         f"copy {_scaled(1e9 * found['copy_tb'], 'GB/s', 'TB/s')}, "
-        f"matmul {_scaled(1e9 * found['matmul_tflops'], 'GFLOP/s', 'TFLOP/s')}; "
-        f"{fixed if found['threshold'] > 1 else closing}",
+        f"matmul {_scaled(1e9 * found['matmul_tflops'], 'GFLOP/s', 'TFLOP/s')}; {rule}",
         "",
         f"| what | batch | context | {' | '.join(COLUMNS)} |",
         f"|---|---:|---:|{'---:|' * len(COLUMNS)}",

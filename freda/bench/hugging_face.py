@@ -36,7 +36,7 @@ def version() -> str | None:
 
 
 def borrowed(model: Transformer) -> Any:
-    """The same model in transformers, over the same weights; no token ends a text."""
+    """Our model as one of transformers, over our own weights; no token ends a text."""
     import transformers
 
     values = hugging_face_config(model.config) | {"bos_token_id": None, "eos_token_id": None}

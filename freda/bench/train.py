@@ -42,7 +42,7 @@ NOTHING = cast(Tokenizer, None)  # a bench writes no model
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured."""
+    """The steps to be measured."""
 
     shape: ModelConfig
     seq_len: int
@@ -303,7 +303,7 @@ def _full_logits() -> Iterator[None]:
 
 
 def table_lines(found: dict[str, Any]) -> list[str]:
-    """What is printed."""
+    """The printed tables."""
     memory = "" if found["peak_gb"] is None else f", {found['peak_gb']:.0f} GB at the peak"
     lines = [
         f"{found['shape']}, {found['rows']} rows of {found['seq_len']}, {found['method']}, {found['dtype']}, "

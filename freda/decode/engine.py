@@ -66,14 +66,14 @@ class Handle:
                 elif finished:
                     return
                 else:
-                    self._engine.advance(lambda: bool(mail) or self.finished)
+                    self._engine.step(lambda: bool(mail) or self.finished)
         finally:
             self.cancel()
 
     def result(self) -> Output:
         """Wait for the end of the request."""
         while self._sequence.output is None:
-            self._engine.advance(lambda: self.finished)
+            self._engine.step(lambda: self.finished)
         return self._sequence.output
 
     def cancel(self) -> None:
@@ -133,15 +133,13 @@ class Engine:
         reason = method.off_device(self.loaded.parts, request)
         if self._machine is not None and reason:
             self._explain(f"a request needs the plain path: {reason}")
+        kind = (method, self._machine is not None and not reason and not request.watch)
         with self._news:
             if len(self.waiting) >= self.config.queue:
-                raise QueueFull(
-                    f"{len(self.waiting)} requests are waiting, as many as the queue holds; try again later"
-                )
+                full = f"{len(self.waiting)} requests are waiting, as many as the queue holds"
+                raise QueueFull(f"{full}; try again later")
             self._number += 1
-            on_device = self._machine is not None and not reason and not request.watch
-            kind, decode = (method, on_device), self.loaded.tokenizer.decode
-            sequence = Sequence(self._number, request, method.layout.block, kind, decode)
+            sequence = Sequence(self._number, request, method.layout.block, kind, self.loaded.tokenizer.decode)
             handle = Handle(self, sequence)
             self.waiting.append(sequence)
         self._sweep()
@@ -177,7 +175,7 @@ class Engine:
                 while following and len(handles) < 2 * self.config.max_batch and (handle := self._offer(following[1])):
                     handles[following[0]] = handle
                     following = next(numbered, None)
-                self.advance(lambda: any(handle.finished for handle in handles.values()))
+                self.step(lambda: any(handle.finished for handle in handles.values()))
                 for index in [index for index, handle in handles.items() if handle.finished]:
                     yield index, handles.pop(index).result()
         finally:
@@ -200,19 +198,15 @@ class Engine:
         outputs = dict(self.completed(requests))
         return [outputs[index] for index in range(len(requests))]
 
-    def step(self) -> None:
-        """Admit what fits and make one pass over all that runs."""
-        self._alone(self._step, lambda: False)
-
     def admit(self) -> None:
         """Admit what fits and bring it into the cache; a step without its passes, to be timed by itself."""
         self._alone(self._admit, lambda: False)
 
-    # -- threads -----------------------------------------------------------------------------------------------------
-
-    def advance(self, done: Callable[[], bool]) -> None:
-        """Make one step, or wait while another thread makes one; returns as soon as `done`."""
+    def step(self, done: Callable[[], bool] = lambda: False) -> None:
+        """Admit what fits and make one pass over all that runs, or wait while another thread does so until `done`."""
         self._alone(self._step, done)
+
+    # -- threads -----------------------------------------------------------------------------------------------------
 
     def cancel(self, sequence: Sequence) -> None:
         """End a request now, or after the current step. Never blocks."""

@@ -64,7 +64,7 @@ class Buffers(NamedTuple):
 
 
 def fits(model: Transformer) -> bool:
-    """Are the kernels made for this shape?"""
+    """Whether the kernels are made for a model of this shape."""
     config = model.config
     sizes = (config.dim, config.ffn_dim, config.heads * config.head_dim)
     return config.head_dim in (64, 128) and all(size % 128 == 0 for size in sizes)
@@ -103,7 +103,7 @@ def _layer(stacked: Stacked, number: int, config: ModelConfig) -> PackedLayer:
 
 
 def in_int8(stacked: Stacked) -> Stacked:
-    """The same with matrices of int8 and a scale for each row, as `quantize` stores them."""
+    """The weights with matrices of int8 and a scale for each row, as `quantize` stores them."""
     names = Stacked._fields[:4]
     made = quantize.packed(dict(zip(names, stacked[:4], strict=True)))
     values = {name: skinny.packed_by_four(made[name]) for name in names}
@@ -146,7 +146,7 @@ class PackedModel:
             self.head = Matrix(skinny.packed_by_four(made["head"]), made["head" + quantize.SCALE])
 
     def buffers(self, requests: int, rows: ForwardShape, long: bool = False) -> Buffers:
-        """Memory for a forward over the new tokens of so many requests; are their texts long?"""
+        """Memory for a forward over the new tokens of so many requests, whose texts are `long` or not."""
         layer, (_, width, _), kind = self.layers[0], self.stacked.out.shape, self.stacked.out.dtype
         tokens, heads, device = requests * rows.tokens, layer.heads, self.stacked.out.device
         few, exact = tokens <= skinny.MOST_ROWS, torch.float32

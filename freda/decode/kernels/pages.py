@@ -26,7 +26,7 @@ MANY = 64  # requests times heads of keys, from which on there is a program for 
 
 
 class Cut(NamedTuple):
-    """How the work is shared out."""
+    """The division of the work among programs."""
 
     share: int  # query heads of a program, of those that have the same keys
     splits: int  # parts that a text is cut into at most; 0: none
@@ -193,7 +193,7 @@ def _merged(PART, LSE, first, active, BM: tl.constexpr, C: tl.constexpr):  # typ
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _team(S: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, KV: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whose queries a program has: request, head of keys, and of each row its token and its head."""
+    """The queries of a program: their request and head of keys, and the token and head of each row."""
     TEAMS: tl.constexpr = GROUP // SHARE
     team, i = tl.program_id(0), tl.arange(0, BM)
     kv = team // TEAMS % KV

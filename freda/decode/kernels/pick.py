@@ -21,7 +21,7 @@ IDS_AT_ONCE = 4096  # logits of a token that one program reads
 
 
 class Partial(NamedTuple):
-    """Of every tile of ids and every token: the best two logits and their ids, and Σ exp(logit − best)."""
+    """For every tile of ids and every token: the best two logits, their ids, and Σ exp(logit − best)."""
 
     logits: Tensor  # (2, tiles, M) fp32
     ids: Tensor  # (2, tiles, M) int32
@@ -58,7 +58,7 @@ def pick(
 
 
 def pick_of(logits: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same from logits (T, V') of which the first `vocabulary` count."""
+    """The likeliest two ids and their probabilities, from logits (T, V') of which the first `vocabulary` count."""
     partial = new_partial(len(logits), vocabulary, logits.device, IDS_AT_ONCE)
     tiles, count = partial.sums.shape
     _read[(count, tiles)](logits, *partial, logits.stride(0), vocabulary, BN=IDS_AT_ONCE, num_warps=8)
@@ -75,7 +75,7 @@ def _merged(partial: Partial, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, 
 
 @triton.jit
 def _leave(logits, n, vocabulary, LOGITS, IDS, SUMS, at, step, real):  # type: ignore[no-untyped-def]
-    """Of a tile of logits, ids by tokens, the best two of every token and the sum of its exponents."""
+    """The best two logits of every token in a tile (ids by tokens), and the sum of its exponentials."""
     logits = tl.where((n < vocabulary)[:, None], logits, float("-inf"))
     best = tl.max(logits, 0)
     place = tl.min(tl.where(logits == best[None, :], n[:, None], 2147483647), 0)

@@ -31,7 +31,7 @@ class Stream(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a product is cut up."""
+    """The division of a product into tiles."""
 
     splits: int
     chunk: int  # columns at a time
@@ -45,7 +45,7 @@ PACKED = 128  # columns of int8 whose bytes are mixed, see `packed_by_four`
 
 
 def in_bytes(plan: Plan, inner: int) -> Plan:
-    """The same for int8: twice the columns are as many bytes."""
+    """The division for int8 weights: twice the columns are as many bytes."""
     chunk = 2 * PACKED if inner % (2 * PACKED) == 0 else PACKED
     return plan._replace(chunk=chunk, stages=3)
 
