@@ -64,7 +64,7 @@ class Decoding(NamedTuple):
     """What a sweep must know about the method of a system."""
 
     axes: tuple[str, ...]  # the fields of `Setting` that change its decoding
-    refines: bool  # do later passes revise tokens? Otherwise they only reveal further ones
+    refines: bool  # True if later passes revise tokens; otherwise they only reveal further ones
     block_size: int
 
     @property
@@ -196,10 +196,10 @@ class Sweep:
         self.systems: dict[str, SystemConfig] = {
             name: build(SystemConfig, values, f"system.{name}.") for name, values in config["system"].items()
         }
-        self.decoding: dict[str, Decoding] = {}
-        for name, about in content["systems"].items():
-            facts = WITHOUT_AXES.get(about["method"], {}) | about
-            self.decoding[name] = Decoding(tuple(facts["axes"]), facts["refines"], int(facts["block_size"]))
+        facts = {name: WITHOUT_AXES.get(one["method"], {}) | one for name, one in content["systems"].items()}
+        self.decoding: dict[str, Decoding] = {
+            name: Decoding(tuple(one["axes"]), one["refines"], int(one["block_size"])) for name, one in facts.items()
+        }
         self.baseline = next((name for name, system in self.systems.items() if system.baseline), None)
         self.checksums: dict[str, str] = content.get("checksums", {})
         self.by_place = {(p.system, p.model, p.task, p.setting): p for p in self.points}
