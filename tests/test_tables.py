@@ -120,10 +120,7 @@ def test_the_main_table_has_paired_differences_and_the_papers_rows() -> None:
     halves = [float(of_both[f"{t} − base high"]) - float(of_both[f"{t} − base low"]) for t in ("mmlu", "gsm8k")]
     assert mean[0] == 37.5 and mean[2] - mean[1] == pytest.approx(math.hypot(*halves) / 2, abs=0.02)
     some = sweep_of(fast, methods=methods, tasks={"mmlu": "knowledge", "gsm8k": "mathematics"})
-    assert (
-        some.paired_mean("ours", ["gsm8k"]) == pytest.approx((0.25, 0.1594, 0.3308), abs=1e-4)
-        and some.paired_mean("base", ["gsm8k"]) is None
-    )
+    assert some.difference("ours", ["gsm8k"]) == (25.0, 15.94, 33.08) and some.difference("base", ["gsm8k"]) is None
     assert not any(name.startswith("average −") for name in table.header), "of one task it is that task's"
     alone = main_table(
         sweep_of([point("a", "sums", OWN, "10")], methods={"a": "self-refine"}, tasks={"sums": "mathematics"})
@@ -162,7 +159,7 @@ def test_two_tasks_of_the_same_questions_are_not_independent() -> None:
     answers = {"a": "1100", "b": "1110"}
     points = [point(system, name, OWN, right * 25) for name in both for system, right in answers.items()]
     sweep = sweep_of(points, methods=dict.fromkeys(answers, "self-refine"), tasks=both)
-    one, pair = sweep.paired_mean("b", ["humaneval"]), sweep.paired_mean("b", list(tasks))
+    one, pair = sweep.difference("b", ["humaneval"]), sweep.difference("b", list(tasks))
     assert one is not None and pair == pytest.approx(one), "asked twice, it is no more certain"
 
 

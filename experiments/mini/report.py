@@ -21,7 +21,6 @@ from freda.eval.report.tables import (
     Cell,
     Table,
     as_markdown,
-    interval,
     main_table,
     pareto_scores,
     speed_up,
@@ -159,9 +158,7 @@ def ablations_table(sweep: Sweep) -> Table:
         ]
         speed = sweep.score(system, OVERALL, main)
         cells += [*(_plain(sweep, system, task, main) for task in chosen), speed and two_digits(speed.tpf)]
-        rows.append(
-            (system, *cells, interval(sweep.paired_mean(system, written)), interval(sweep.paired_mean(system, chosen)))
-        )
+        rows.append((system, *cells, sweep.difference(system, written), sweep.difference(system, chosen)))
     header = ("system", *(f"{panel}, 1 / 2 / {MAIN_PASSES} passes" for panel in panels), *chosen, "tokens per forward")
     return Table("", (*header, *(f"{' and '.join(part)} − {sweep.baseline}" for part in (written, chosen))), rows)
 
@@ -269,7 +266,7 @@ def _claims_a(sweep: Sweep) -> list[tuple[Cell, ...]]:
     scorer = statistics.fmean(one for task in KINDS for one in _gains(sweep, task, "best-of-n", "self-refine"))
     longer = statistics.fmean(one for task in KINDS for one in _gains(compute, task, "best-of-n", "self-refine-longer"))
     ours, base, tuned = (_average(sweep, system) for system in ("self-refine", "base", "autoregressive"))
-    equal = "; ".join(f"{kind} {interval(compute.paired('self-refine', task))}" for task, kind in KINDS.items())
+    equal = "; ".join(f"{kind} {compute.difference('self-refine', [task])}" for task, kind in KINDS.items())
     return [
         (
             "a",
@@ -347,7 +344,7 @@ def _claims_d(sweep: Sweep) -> list[tuple[Cell, ...]]:
 
 def _claims_e(sweep: Sweep) -> list[tuple[Cell, ...]]:
     changed = {"passes-1": "K = 1 instead of 3", "hard-feedback": "hard feedback", "no-replacement": "no replacement"}
-    found = {what: interval(sweep.paired_mean(name, ["mini_math", "mini_code"])) for name, what in changed.items()}
+    found = {what: sweep.difference(name, ["mini_math", "mini_code"]) for name, what in changed.items()}
     here = "; ".join(f"{what} {difference}" for what, difference in found.items())
     claim = "training on own drafts, soft feedback and replacement matter"
     return [("e", claim, "argued, no ablation", f"{here} in mathematics and code (one seed)", "the first clearly")]

@@ -2,15 +2,13 @@
 
 Block methods are scored by the chain rule inside each block: the conditional of position i is what the first pass says
 there when the block shows the true tokens left of i and BLANK from i on, over the committed blocks before it. Blocks
-are absolute, so the last tokens of the context may stand in the first scored block as given tokens (M12). Every
-conditional is a distribution over the ids below BLANK, so the probabilities of all continuations of one length sum to
-one.
+are absolute, so the last tokens of the context may stand in the first scored block as given tokens (M12). The
+probabilities of all continuations of one length sum to one, because BLANK is no outcome. The autoregressive method is
+scored by the next-token distributions of one causal forward.
 
 This is the likelihood of the first-pass conditionals, not of what K passes of decoding produce: a later pass revises
-all positions of a block together, and the chance of a text under that loop has no such product. Block diffusion reveals
-tokens hard, which makes its first-pass conditionals the same ones. A Best-of-N model is scored as self-refinement: its
-scorer chooses among finished drafts and has no part in a conditional. The autoregressive method is scored by the
-next-token distributions of one causal forward.
+all positions of a block together, and the probability of a text under that loop has no such product. A Best-of-N model
+is scored as self-refinement: its scorer chooses among finished drafts and has no part in a conditional.
 
 Every scored position needs a draft of its own. The drafts of a text are packed as candidates, numbered by the position
 in the block that they score, so that one forward over the committed text holds the drafts of all blocks of all rows.
@@ -65,11 +63,10 @@ def log_likelihood(
 ) -> list[Scored]:
     """Score the continuation of every (context, continuation), in the order given.
 
-    Texts of like length share a forward; what a pair gets depends on nothing but itself, up to the rounding of sums.
-    An empty continuation has log-probability 0. An empty context is fine for a block model, whose first block is blank;
-    an autoregressive model never learned the first token of a text, so that is an error. `batch_tokens` bounds the
-    tokens of a forward (a text that is longer goes alone), `fast` is described above and changes nothing for the
-    autoregressive method, and `progress` is told how many pairs are done.
+    Texts of like length share a forward; a score depends on its own pair alone, up to the rounding of sums. An empty
+    continuation has log-probability 0. An empty context is an error for an autoregressive model, which never learned
+    the first token of a text. `batch_tokens` bounds the tokens of a forward (a longer text goes alone), `fast` is
+    described above and changes nothing for the autoregressive method, `progress` gets the number of pairs done.
     """
     _check(loaded, pairs, batch_tokens)
     found = [Scored(0.0, True, [])] * len(pairs)
@@ -92,10 +89,9 @@ def choice_log_probs(
 ) -> Tensor:
     """log p of every one-token choice right after its context, (contexts, C) fp32 on the CPU.
 
-    `choices[i]` are the token ids to choose from after `contexts[i]`, answer letters for example; where all contexts
-    have the same, pass `[letters] * len(contexts)`. All choices of a context are read from one row of one forward. They
-    are equal to `log_likelihood` of each, because a one-token continuation has one conditional. A context with fewer
-    choices than the others is filled with -inf.
+    `choices[i]` are the token ids to choose from after `contexts[i]`, answer letters for example. All choices of a
+    context are read from one row of one forward and equal `log_likelihood` of each, because a one-token continuation
+    has one conditional. A context with fewer choices than the others is filled with -inf.
     """
     require(
         len(contexts) == len(choices),

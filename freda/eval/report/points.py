@@ -64,7 +64,7 @@ class Decoding(NamedTuple):
     """What a sweep must know about the method of a system."""
 
     axes: tuple[str, ...]  # the fields of `Setting` that change its decoding
-    refines: bool  # do later passes revise tokens? Otherwise they only reveal further ones
+    refines: bool  # True if later passes revise tokens; otherwise they only reveal further ones
     block_size: int
 
     @property
@@ -141,24 +141,17 @@ def _pareto(sweep: SweepConfig, own: Setting, decoding: Decoding) -> list[Settin
     return [own._replace(passes=k, threshold=eta) for k in sweep.passes for eta in sweep.thresholds]
 
 
-def _tau(sweep: SweepConfig, own: Setting, decoding: Decoding) -> list[Setting]:
-    """Table alpha_ablation; a system without a scorer takes part with its main setting."""
-    return [own._replace(tau=tau) for tau in sweep.taus] if decoding.scores else [own]
-
-
-def _width(sweep: SweepConfig, own: Setting, decoding: Decoding) -> list[Setting]:
-    """Table bon_width_ablation, for systems with a scorer."""
-    both = [own._replace(passes=k, width=n) for k in sweep.width_passes for n in sweep.widths]
-    return both if decoding.scores else []
-
-
 PARTS: Mapping[str, Callable[[SweepConfig, Setting, Decoding], list[Setting]]] = {
     "main": lambda sweep, own, decoding: [own],
     "passes": _passes,
     "pareto": _pareto,
     "stability": lambda sweep, own, decoding: [],  # measured on published answers, not on generated ones
-    "tau": _tau,
-    "width": _width,
+    # Table alpha_ablation; a system without a scorer takes part with its main setting.
+    "tau": lambda sweep, own, decoding: [own._replace(tau=t) for t in sweep.taus] if decoding.scores else [own],
+    # Table bon_width_ablation, for systems with a scorer.
+    "width": lambda sweep, own, decoding: [
+        own._replace(passes=k, width=n) for k in sweep.width_passes for n in sweep.widths if decoding.scores
+    ],
 }
 
 
@@ -180,12 +173,15 @@ class Score(NamedTuple):
     tpf: float
 
 
-class Difference(NamedTuple):
-    """A difference from the baseline and its 95% interval, as fractions."""
+class Interval(NamedTuple):
+    """A difference in points and its 95% interval."""
 
-    difference: float
+    value: float
     low: float
     high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
 
 
 class Sweep:
@@ -200,10 +196,10 @@ class Sweep:
         self.systems: dict[str, SystemConfig] = {
             name: build(SystemConfig, values, f"system.{name}.") for name, values in config["system"].items()
         }
-        self.decoding: dict[str, Decoding] = {}
-        for name, about in content["systems"].items():
-            facts = WITHOUT_AXES.get(about["method"], {}) | about
-            self.decoding[name] = Decoding(tuple(facts["axes"]), facts["refines"], int(facts["block_size"]))
+        facts = {name: WITHOUT_AXES.get(one["method"], {}) | one for name, one in content["systems"].items()}
+        self.decoding: dict[str, Decoding] = {
+            name: Decoding(tuple(one["axes"]), one["refines"], int(one["block_size"])) for name, one in facts.items()
+        }
         self.baseline = next((name for name, system in self.systems.items() if system.baseline), None)
         self.checksums: dict[str, str] = content.get("checksums", {})
         self.by_place = {(p.system, p.model, p.task, p.setting): p for p in self.points}
@@ -267,9 +263,9 @@ class Sweep:
             return None
         return compared(list(zip(first, second, strict=True)))
 
-    def paired_mean(self, system: str, tasks: Sequence[str]) -> Difference | None:
-        """The mean of the tasks' differences. Errors of tasks are independent, except where they ask the same
-        questions."""
+    def difference(self, system: str, tasks: Sequence[str]) -> Interval | None:
+        """The mean over tasks of the differences from the baseline, in points with two digits. Errors of tasks are
+        independent, except where they ask the same questions."""
         known = [one for task in tasks if (one := self.paired(system, task)) is not None]
         if not known or len(known) < len(tasks):
             return None
@@ -278,7 +274,7 @@ class Sweep:
         halves = {task: (one.high - one.low) / 2 for task, one in zip(tasks, known, strict=True)}
         shared = sum(halves.pop(task, 0.0) for task in SAME_QUESTIONS)
         half = math.hypot(shared, *halves.values()) / len(known)
-        return Difference(mean, middle - half, middle + half)
+        return Interval(*(round(100 * value, 2) for value in (mean, middle - half, middle + half)))
 
 
 def mean_score(groups: Sequence[Sequence[Point]]) -> Score:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from freda.eval.report import published
-from freda.eval.report.points import NEVER, OVERALL, Difference, Score, Setting, Sweep
-from freda.eval.report.results import Compared
+from freda.eval.report.points import NEVER, OVERALL, Interval, Score, Setting, Sweep
 
 MATCHED = 0.5  # points below the baseline's best that still match it: less is within the noise of any benchmark here
 
@@ -23,17 +22,6 @@ class WithError(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.value:.2f} ± {self.error:.2f}"
-
-
-class Interval(NamedTuple):
-    """A difference and its 95% interval; three columns of a CSV file."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:+.2f} ({self.low:+.2f} to {self.high:+.2f})"
 
 
 Cell = str | int | float | WithError | Interval | None
@@ -61,13 +49,6 @@ def with_error(score: Score | None) -> Cell:
     return None if score is None else WithError(round(score.accuracy, 2), round(score.error, 2))
 
 
-def interval(found: Compared | Difference | None) -> Interval | None:
-    """A difference as `+2.00 (+0.61 to +3.39)`."""
-    if found is None:
-        return None
-    return Interval(*(round(100 * value, 2) for value in (found.difference, found.low, found.high)))
-
-
 def mean_of(values: Sequence[float]) -> Cell:
     """The mean, rounded; None if there are no values."""
     return two_digits(statistics.fmean(values)) if values else None
@@ -88,8 +69,8 @@ def main_table(sweep: Sweep) -> Table:
         how = (setting.passes, setting.threshold) if sweep.decoding[system].drafts else (None, None)
         shown: list[Cell] = [system, *how, *map(with_error, scores.values()), mean_of(known), mean_of(speed)]
         if sweep.baseline:
-            shown += [interval(sweep.paired(system, task)) for task in sweep.tasks]
-            shown += [interval(sweep.paired_mean(system, list(sweep.tasks))) for _ in averaged]
+            shown += [sweep.difference(system, [task]) for task in sweep.tasks]
+            shown += [sweep.difference(system, list(sweep.tasks)) for _ in averaged]
         rows.append(tuple(shown))
     places = [published.TASKS.index(task) if task in published.TASKS else None for task in sweep.tasks]
     if any(place is not None for place in places):

@@ -241,10 +241,9 @@ def isolation() -> Isolation:
     network = (*(() if os.geteuid() == 0 else ("--user",)), "--net")
     whole = (*network, "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
     found = Isolation((), False, False)
-    for options in (network, whole) if unshare is not None else ():
-        command = (str(unshare), *options)
+    for command in [(unshare, *network), (unshare, *whole)] if unshare else []:
         if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
-            found = Isolation(command, True, options == whole)
+            found = Isolation(command, True, "--pid" in command)
     missing = [text for has, text in ((found.network, "no network"), (found.processes, "a pid namespace")) if not has]
     if missing:
         print(f"sandbox: this kernel does not grant {' and '.join(missing)}; programs run without", file=sys.stderr)
