@@ -187,8 +187,8 @@ def _byte_characters() -> str:
 
 def _ranks(model: Mapping[str, Any]) -> dict[bytes, int]:
     """The bytes of every token that a text can contain, with its id, which is its rank."""
-    to_byte = {character: byte for byte, character in enumerate(_byte_characters())}
-    return {bytes(to_byte[character] for character in entry): model["vocab"][entry] for entry in _reachable(model)}
+    to_latin = str.maketrans({character: chr(byte) for byte, character in enumerate(_byte_characters())})
+    return {entry.translate(to_latin).encode("latin-1"): model["vocab"][entry] for entry in _reachable(model)}
 
 
 def _reachable(model: Mapping[str, Any]) -> set[str]:
