@@ -19,12 +19,11 @@ from freda.data import mini, mini_code, mini_math
 from freda.data.config import DocumentsConfig, MiniConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.documents import Document, Source, read
 from freda.data.generators import GENERATORS
-from freda.data.mini_item import Item
 from freda.data.mini_logic import World
 from freda.data.mini_math import Calculation, Step
 from freda.data.prepare import prepare
 from freda.data.shards import Manifest
-from freda.data.synthetic import Split, split_of
+from freda.data.synthetic import Item, Split, split_of
 from freda.data.tokenizer import Tokenizer
 from freda.decode.request import cut_at_stop
 from freda.errors import FredaError

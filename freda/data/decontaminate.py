@@ -60,9 +60,6 @@ class BenchmarkInfo(NamedTuple):
     too_short: int
 
 
-# -- words and their hashes ------------------------------------------------------------------------------------------
-
-
 def split_words(text: str) -> list[bytes]:
     """The words of a text."""
     return WORD.findall(_encode(text).lower())  # lower() of bytes is ASCII only
@@ -135,9 +132,6 @@ def _hash_windows(hashes: Hashes, length: int, powers: Hashes) -> Hashes:
         hashes = hashes[:-step] + hashes[step:] * powers[step]
         step *= 2
     return hashes
-
-
-# -- the index -------------------------------------------------------------------------------------------------------
 
 
 class _Filter:

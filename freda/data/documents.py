@@ -81,8 +81,9 @@ def read(source: Source, *, part: int = 0, parts: int = 1, seed: int | None = No
     config = source.config
     if config.kind == "huggingface":
         return _hugging_face(config, part, parts)
-    if config.kind in GENERATORS:
-        return _generated(source, part, parts)
+    if generator := GENERATORS.get(config.kind):
+        made = generator.documents(source.generator, part, parts)
+        return (Document(f"{config.kind} {number} of {split}", text, split=split) for split, number, text in made)
     files = source.files()
     if seed is not None and not files[0].member:  # an archive is read from front to end: going back unpacks it again
         random.Random(seed).shuffle(files)
@@ -104,9 +105,6 @@ def first_texts(
         characters -= len(text)
         if characters <= 0:
             return
-
-
-# -- one file as records ---------------------------------------------------------------------------------------------
 
 
 def _json_lines(file: File, config: DocumentsConfig) -> Iterator[Pending]:
@@ -194,12 +192,11 @@ def _whole_file(file: File, config: DocumentsConfig) -> Iterator[Pending]:
         try:
             with open_file(file) as stream:
                 content = stream.read(LONGEST_LINE + 1)
+            if len(content) > LONGEST_LINE:
+                return Broken(str(file), "file too long", f"more than {LONGEST_LINE} bytes")
+            return Document(str(file), content.decode("utf-8"), size=len(content))
         except PermissionError:
             return Broken(str(file), "not readable")
-        if len(content) > LONGEST_LINE:
-            return Broken(str(file), "file too long", f"more than {LONGEST_LINE} bytes")
-        try:
-            return Document(str(file), content.decode("utf-8"), size=len(content))
         except UnicodeDecodeError as error:
             return Broken(str(file), "not UTF-8", str(error))
 
@@ -231,17 +228,8 @@ def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
         yield functools.partial(parse, number)
 
 
-READERS = {
-    "jsonl": _json_lines,
-    "table": _table,
-    "parquet": _parquet,
-    "text": _whole_file,
-    "code": _whole_file,
-    "datatrove": _datatrove,
-}
-
-
-# -- sources without files --------------------------------------------------------------------------------------------
+READERS = {"jsonl": _json_lines, "table": _table, "parquet": _parquet, "datatrove": _datatrove}
+READERS |= dict.fromkeys(("text", "code"), _whole_file)
 
 
 def _hugging_face(config: DocumentsConfig, part: int, parts: int) -> Iterator[Record]:
@@ -276,12 +264,6 @@ def newest_commit(dataset: str) -> str:
         return str(HfApi().dataset_info(dataset).sha)
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise FredaError(f"cannot find the dataset {dataset} on the Hub ({error}); set its revision, or path") from None
-
-
-def _generated(source: Source, part: int, parts: int) -> Iterator[Document]:
-    kind = source.config.kind
-    for split, number, text in GENERATORS[kind].documents(source.generator, part, parts):
-        yield Document(f"{kind} {number} of {split}", text, split=split)
 
 
 def is_unicode(text: str) -> bool:

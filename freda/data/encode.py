@@ -64,8 +64,7 @@ class Encoder:
         self.tiktoken: Any = None
         if not reason:
             values = json.loads(tokenizer.json_text)
-            self._nfc = _is_nfc(values.get("normalizer"))
-            self._added = _added_tokens(values)
+            self._nfc, self._added = bool(values.get("normalizer")), _added_tokens(values)
             self.tiktoken = _encoding(values, tokenizer.blank_id)
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -124,6 +123,9 @@ def _encoding(values: Mapping[str, Any], blank_id: int) -> Any:
     except ImportError:
         raise _UnfitError(str(missing_package("tiktoken", "data"))) from None
     _check_model(values["model"])
+    normalizer = values.get("normalizer")
+    if normalizer not in (None, {"type": "NFC"}):
+        raise _UnfitError(f"its normalizer is {normalizer.get('type')}, not NFC or none")
     pattern, ranks = _pattern(values.get("pre_tokenizer")), _ranks(values["model"])
     # A special token, though it never occurs: with none tiktoken looks for the empty text, at half the speed.
     special = {BLANK_TEXT: blank_id}
@@ -131,12 +133,6 @@ def _encoding(values: Mapping[str, Any], blank_id: int) -> Any:
         return tiktoken.Encoding("freda", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     except ValueError as error:
         raise _UnfitError(f"tiktoken cannot read its split pattern: {' '.join(str(error).split())}") from None
-
-
-def _is_nfc(normalizer: Mapping[str, Any] | None) -> bool:
-    if normalizer not in (None, {"type": "NFC"}):
-        raise _UnfitError(f"its normalizer is {normalizer.get('type')}, not NFC or none")
-    return normalizer is not None
 
 
 def _added_tokens(values: Mapping[str, Any]) -> re.Pattern[str]:
@@ -191,8 +187,8 @@ def _byte_characters() -> str:
 
 def _ranks(model: Mapping[str, Any]) -> dict[bytes, int]:
     """The bytes of every token that a text can contain, with its id, which is its rank."""
-    to_byte = {character: byte for byte, character in enumerate(_byte_characters())}
-    return {bytes(to_byte[character] for character in entry): model["vocab"][entry] for entry in _reachable(model)}
+    to_latin = str.maketrans({character: chr(byte) for byte, character in enumerate(_byte_characters())})
+    return {entry.translate(to_latin).encode("latin-1"): model["vocab"][entry] for entry in _reachable(model)}
 
 
 def _reachable(model: Mapping[str, Any]) -> set[str]:
@@ -219,12 +215,10 @@ def _check_merges(model: Mapping[str, Any]) -> None:
     tiktoken looks up a whole piece of text first. `ignore_merges` does the same; 588 tokens of Llama 3 exist only that
     way, their merges leaving three parts or more. Without `ignore_merges`, merges must make every token.
     """
-    highest = -1
-    for left, right in _merges(model):
-        index = model["vocab"][left + right]
-        if index < highest:
-            raise _UnfitError(f"the ids are not in the order of the merges (id {index} is made after id {highest})")
-        highest = index
+    ids = [model["vocab"][left + right] for left, right in _merges(model)]
+    for before, after in itertools.pairwise(ids):
+        if after < before:
+            raise _UnfitError(f"the ids are not in the order of the merges (id {after} is made after id {before})")
     bpe = tokenizers.models.BPE(vocab=model["vocab"], merges=_merges(model))
     for entry in _reachable(model):
         parts = len(bpe.tokenize(entry))

@@ -80,10 +80,13 @@ def _walk(base: Path) -> Iterator[Path]:
     seen = set[str]()
     for folder, names, files in os.walk(base, onerror=refuse, followlinks=True):
         real = os.path.realpath(folder)
-        names[:] = [] if real in seen else [name for name in names if not _hidden(name)]  # a link may lead back
-        paths = (Path(folder, name) for name in files if real not in seen and not _hidden(name))
-        yield from (path for path in paths if path.is_file() or not path.exists())  # no pipes or devices
+        if real in seen:  # a link led back
+            names.clear()
+            continue
         seen.add(real)
+        names[:] = [name for name in names if not _hidden(name)]
+        paths = (Path(folder, name) for name in files if not _hidden(name))
+        yield from (path for path in paths if path.is_file() or not path.exists())  # no pipes or devices
 
 
 def _hidden(name: str) -> bool:

@@ -15,9 +15,8 @@ from typing import Any, Literal, Protocol
 
 from freda.data import mini_code, mini_logic, mini_math
 from freda.data.config import MiniConfig
-from freda.data.mini_item import Item
 from freda.data.shards import generator_settings
-from freda.data.synthetic import PATIENCE, Split, split_of
+from freda.data.synthetic import PATIENCE, Item, Split, split_of
 from freda.errors import FredaError, require
 
 SECTION = "mini"  # of the prepare file, and of the manifest of shards made from it

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from freda.data.config import MiniConfig
-from freda.data.mini_item import Item
-from freda.data.synthetic import between, pick
+from freda.data.synthetic import Item, between, pick
 
 State = Literal["numbers", "text", "words"]
 PROBES: dict[str, tuple[Any, ...]] = {

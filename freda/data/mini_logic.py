@@ -25,9 +25,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from freda.data.config import MiniConfig
-from freda.data.mini_item import Item
 from freda.data.mini_math import PEOPLE
-from freda.data.synthetic import between, pick
+from freda.data.synthetic import Item, between, pick
 
 T = TypeVar("T")
 LETTERS = ("A", "B", "C", "D")

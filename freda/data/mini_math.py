@@ -11,8 +11,7 @@ import random
 from typing import Literal, NamedTuple
 
 from freda.data.config import MiniConfig
-from freda.data.mini_item import Item
-from freda.data.synthetic import ANSWER, LEAST, Person, between, pick
+from freda.data.synthetic import ANSWER, LEAST, Item, Person, between, pick
 from freda.data.synthetic import PEOPLE as FIRST_PEOPLE
 from freda.data.synthetic import THINGS as FIRST_THINGS
 

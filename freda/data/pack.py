@@ -128,13 +128,7 @@ class _ByLength:
 
 def _powers(count: int) -> list[int]:
     """Group sizes 1, 2, 4, ... and a rest, whose partial sums are all numbers up to `count`."""
-    sizes = []
-    size = 1
-    while count > 0:
-        sizes.append(min(size, count))
-        count -= size
-        size *= 2
-    return sizes
+    return [min(1 << bit, count + 1 - (1 << bit)) for bit in range(count.bit_length())]
 
 
 def _subset(total: int, looked_at: list[tuple[int, int, int]]) -> dict[int, int]:

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -117,9 +117,6 @@ def with_revisions(file: PrepareFile, out: Path, known: Mapping[str, Any] | None
     return file
 
 
-# -- planning --------------------------------------------------------------------------------------------------------
-
-
 def budgets(tokens: int, sources: Mapping[str, SourceConfig]) -> dict[str, int]:
     """Training tokens of each source; 0 is all, which only `tokens = 0` means, and not a tiny share."""
     whole, least = sum(source.share for source in sources.values()), 1 if tokens else 0
@@ -189,9 +186,6 @@ def _check_useful(source: str, outcomes: Collection[Outcome]) -> None:
 
 def _splits(outcomes: Outcomes) -> dict[str, SplitInfo]:
     return {split: SplitInfo.of([one.shards[split] for _, one in outcomes if split in one.shards]) for split in SPLITS}
-
-
-# -- the folder ------------------------------------------------------------------------------------------------------
 
 
 def _finished(file: PrepareFile, root: Path, out: Path, *, replace_other: bool) -> Manifest | None:
@@ -276,9 +270,7 @@ def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
         blank_id=tokenizer.blank_id,
         tokenizer=tokenizer.fingerprint,
         splits=splits,
-        dropped=_dropped(first),
-        examples=_examples(first),
-        contamination=_contamination(worker.tools.index, first),
+        **_report(worker.tools.index, first),
     )
     for split in splits:
         Documents(out, split, manifest)  # nobody has changed them since
@@ -299,30 +291,26 @@ def _clean_up(out: Path, manifest: Manifest) -> None:
     shutil.rmtree(out / WORK)
 
 
-def _dropped(outcomes: Outcomes) -> dict[str, dict[str, int]]:
-    counts: dict[str, Counter[str]] = {}
-    for task, outcome in outcomes:
-        counts.setdefault(task.source, Counter()).update(outcome.dropped)
-    return {source: dict(sorted(reasons.items())) for source, reasons in counts.items() if reasons}
+def _report(index: Index | None, outcomes: Outcomes) -> dict[str, Any]:
+    """Fields of the manifest: what was dropped from each source and why, with examples, and what was kept out.
 
-
-def _examples(outcomes: Outcomes) -> list[dict[str, str]]:
-    """The first few of every source and reason."""
-    kept: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for example in itertools.chain.from_iterable(outcome.examples for _, outcome in outcomes):
-        kept.setdefault((example["source"], example["reason"]), []).append(example)
-    return [example for examples in kept.values() for example in examples[:EXAMPLES]]
-
-
-def _contamination(index: Index | None, outcomes: Outcomes) -> dict[str, Any]:
-    """For every benchmark: its texts, and for every source how many documents hold some of them and how many texts."""
+    For every benchmark there are its texts, and for every source how many documents hold some of them, and how many.
+    """
     benchmarks = index.benchmarks if index is not None else {}
-    report: dict[str, Any] = {name: {**info._asdict(), "sources": {}} for name, info in benchmarks.items()}
-    items: dict[tuple[str, str], set[int]] = {}
+    contamination: dict[str, Any] = {name: {**info._asdict(), "sources": {}} for name, info in benchmarks.items()}
+    dropped: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    examples: defaultdict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
+    items: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for task, outcome in outcomes:
+        dropped[task.source].update(outcome.dropped)
+        for example in outcome.examples:
+            examples[task.source, example["reason"]].append(example)
         for name, found in outcome.contaminated.items():
-            hit = items.setdefault((name, task.source), set())
-            hit.update(found["items"])
-            mine = report[name]["sources"].setdefault(task.source, {"documents": 0})
-            mine |= {"documents": mine["documents"] + found["documents"], "items": len(hit)}
-    return report
+            items[name, task.source].update(found["items"])
+            mine = contamination[name]["sources"].setdefault(task.source, {"documents": 0})
+            mine |= {"documents": mine["documents"] + found["documents"], "items": len(items[name, task.source])}
+    return {
+        "dropped": {source: dict(sorted(reasons.items())) for source, reasons in dropped.items() if reasons},
+        "examples": [example for some in examples.values() for example in some[:EXAMPLES]],
+        "contamination": contamination,
+    }

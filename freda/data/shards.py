@@ -101,18 +101,18 @@ class Manifest:
         require(path.exists(), f"{folder} has no {MANIFEST}: it is half written; run freda prepare again")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            version = values["version"]
-            if version == FORMAT_VERSION:
-                splits = {
-                    split: SplitInfo(**{**info, "shards": [ShardInfo(**shard) for shard in info["shards"]]})
-                    for split, info in values["splits"].items()
-                }
-                if type(values["align"]) is not int or values["align"] < 1:
-                    raise ValueError(f"align is {values['align']!r}")
-                return cls(**{**values, "splits": splits})
+            if (version := values["version"]) != FORMAT_VERSION:
+                seen = f"{path} has format version {version}, this freda reads {FORMAT_VERSION}"
+                raise FredaError(f"{seen}; {START_ANEW}")
+            splits = {
+                split: SplitInfo(**{**info, "shards": [ShardInfo(**shard) for shard in info["shards"]]})
+                for split, info in values["splits"].items()
+            }
+            if type(values["align"]) is not int or values["align"] < 1:
+                raise ValueError(f"align is {values['align']!r}")
+            return cls(**{**values, "splits": splits})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FredaError(f"{path} is damaged ({error}); {START_ANEW}") from None
-        raise FredaError(f"{path} has format version {version}, this freda reads {FORMAT_VERSION}; {START_ANEW}")
 
 
 def generator_settings(folder: Path, section: str, version: int) -> dict[str, Any]:

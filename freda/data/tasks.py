@@ -110,8 +110,7 @@ def task_keys(file: PrepareFile, root: Path, tokenizer: Tokenizer) -> Mapping[st
     keys = {}
     for name, source in sources_of(file, file.source, root).items():
         own = {key: value for key, value in whole[f"source.{name}"].items() if key not in ("share", "epochs")}
-        parts = [FORMAT_VERSION, vocabulary, settings, shared, kept_out, name, own, stamps(source)]
-        keys[name] = fingerprint(parts)
+        keys[name] = fingerprint([FORMAT_VERSION, vocabulary, settings, shared, kept_out, name, own, stamps(source)])
     return keys
 
 
@@ -214,8 +213,7 @@ class Tally:
     def __init__(self, tools: Tools, settings: PrepareConfig, source: str, part: int, held: float = 0.0) -> None:
         self._tools, self._settings, self._source, self._part = tools, settings, source, part
         self._held = max(held, settings.validation_share)
-        self._least_draw = 1.0
-        self._seen = self._broken = 0
+        self._seen, self._broken, self._least_draw = 0, 0, 1.0
         self._first_broken: Broken | None = None
         self._dropped: Counter[str] = Counter()
         self._examples: list[dict[str, str]] = []
@@ -277,11 +275,10 @@ class Tally:
             found["items"] |= {hit.item for hit in hits if hit.benchmark == name}
         return hits
 
-    def _drop(self, where: str, reason: str, detail: str = "") -> None:
+    def _drop(self, where: str, reason: str, detail: str) -> None:
         self._dropped[reason] += 1
         if self._dropped[reason] <= EXAMPLES:
-            example = {"source": self._source, "where": where, "reason": reason, "detail": detail[:200]}
-            self._examples.append(example)
+            self._examples.append({"source": self._source, "where": where, "reason": reason, "detail": detail[:200]})
 
     def check_broken(self) -> None:
         """Stop if too many records cannot be read, which means that settings are wrong."""

@@ -9,19 +9,18 @@ may write the same tokenizer differently and the fingerprint would change) and `
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import lzma
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from freda.errors import FredaError, require
-from freda.files import read_json, read_text
+from freda.files import located, read_json, read_text
 
 BLANK_TEXT = "<|blank|>"
 EOS_TEXT = "<|endoftext|>"
@@ -57,7 +56,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """The tokenizer of a model or data folder."""
-        with _told_where(folder):
+        with located(folder):
             return cls(read_text(folder / "tokenizer.json"), read_settings(folder))
 
     def save(self, folder: Path) -> None:
@@ -109,7 +108,7 @@ class Tokenizer:
     def _blank_id(self) -> int:
         blank = self._tokenizer.token_to_id(BLANK_TEXT)
         if blank is None:
-            raise FredaError(f"it has no {BLANK_TEXT} token; run: freda convert SOURCE TARGET")
+            raise FredaError(f"the tokenizer has no {BLANK_TEXT} token; run: freda convert SOURCE TARGET")
         last = first_free_id(self._tokenizer) - 1
         if blank != last:
             raise FredaError(f"{BLANK_TEXT} has id {blank}, but it must be the last one, {last}; convert it again")
@@ -132,25 +131,17 @@ def open_tokenizer(folder: Path, eos: str = "") -> Tokenizer:
     """
     packed = folder / "tokenizer.json.xz"
     require(folder.is_dir(), f"there is no folder {folder}; name one that holds a tokenizer.json")
-    with _told_where(folder):
+    with located(folder):
         text = _unpack(packed) if packed.is_file() else read_text(folder / "tokenizer.json")
         settings, parsed = read_settings(folder), _parse(text)
         end = eos or token_text(settings.get("eos_token"))
         if end is None:
             raise FredaError("tokenizer_config.json names no eos_token")
         if parsed.token_to_id(end) is None:
-            raise FredaError(f"it has no token {end!r}, which should end documents; set prepare.eos")
+            raise FredaError(f"the tokenizer has no token {end!r}, which should end documents; set prepare.eos")
         if parsed.token_to_id(BLANK_TEXT) is None:
             return with_blank(text, [end], settings)
         return Tokenizer(text, {**settings, "eos_token": end})
-
-
-@contextlib.contextmanager
-def _told_where(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except FredaError as error:
-        raise FredaError(f"cannot read the tokenizer in {folder}: {error}") from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
