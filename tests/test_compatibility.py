@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from freda.eval.report.folder import read_samples
 
 from freda.cli import run
 from freda.data.config import load_prepare
@@ -22,6 +21,7 @@ from freda.decode.api import Model
 from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
+from freda.eval.report.results import read_samples
 from freda.eval.tasks import TASKS
 from freda.folders.model_folder import LoadedModel, load_model, save_model
 from freda.folders.resolve import ASSETS

@@ -91,7 +91,7 @@ def write_gguf(path: Path, theirs: Any, tokenizer: Tokenizer, *, eos: str = EOS_
 
 def add_gguf_tokenizer(writer: Any, tokenizer: Tokenizer, rows: int, split: str, eos: str) -> None:
     """Vocabulary and merges; rows without a token are called [PADn] and marked unused, as llama.cpp does."""
-    model = json.loads(tokenizer._json_text)["model"]
+    model = json.loads(tokenizer.json_text)["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     control = list(dict.fromkeys([EOS_TEXT, eos]))
     used = [*tokens, *control]
