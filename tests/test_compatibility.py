@@ -35,6 +35,7 @@ from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.train import config as configs
+from tests.helpers import init_weights
 
 PASSAGES = ["Q: Tom has 12 apples. He buys 7 more. How many apples?\nA: 12 + 7 = 19. The answer is 19."] * 3
 CORPUS = {  # of manifest.json
@@ -73,7 +74,7 @@ def written(folder: Path, method: str) -> LoadedModel:
     tokenizer = train_tokenizer(PASSAGES, 300)
     shape = ModelConfig(vocab_size=tokenizer.size, dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn_dim=48)
     network = Transformer(shape, tokenizer.blank_id)
-    network.init_weights(3)
+    init_weights(network, 3)
     parts = Parts(network, Scorer(shape) if method == "best-of-n" else None)
     made = LoadedModel(parts, tokenizer, SelfRefine(), "training")
     save_model(folder, made)
