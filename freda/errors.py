@@ -1,8 +1,7 @@
 """The one exception a user is meant to read.
 
 `FredaError` is a mistake the user can fix: it says what is wrong, the value that was seen, and what to do. The command
-line prints it as one line and leaves with exit code 2. Everything else that can go wrong is a bug of ours and keeps
-its traceback.
+line prints it as one line and exits with code 2. Everything else that can go wrong is a bug and keeps its traceback.
 """
 
 import shutil
