@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # OpenMP's threads spin while they wait for each other, and on a core that another program uses this makes training 3 to
-# 15 times slower. Asleep they cost a quarter more on an idle machine. Read when torch is first imported; the user's own
-# setting stands.
-if "GOMP_SPINCOUNT" not in os.environ:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# 15 times slower. A short spin before they sleep costs nothing on an idle machine (LOG.md). Read when torch is first
+# imported; the user's own setting stands.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def load(path: Any, device: str = "auto", dtype: str = "auto", **engine: Any) -> Model:
