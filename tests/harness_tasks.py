@@ -364,7 +364,7 @@ def ask(lm: Any, name: str, data: Path, examples: Sequence[Example]) -> Asked:
 
 
 def _tasks(name: str, data: Path, count: int) -> list[Any]:
-    """A task of ours in lm_eval's terms; parts make a group whose metric counts every question once."""
+    """One of our tasks in lm_eval's terms; parts make a group whose metric counts every question once."""
     from lm_eval.api.group import Group
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.group import GroupConfig

@@ -205,6 +205,15 @@ def test_a_reader_that_goes_away_cancels() -> None:
         assert idle(engine), go_away.__name__
 
 
+def test_a_reader_that_stops_early_cancels_though_the_handle_is_still_held() -> None:
+    engine = Engine(scored(), SMALL)
+    handle = engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=24, threshold=2.0))
+    events = iter(handle)
+    next(events)
+    events.close()  # type: ignore[attr-defined]
+    assert handle.result().finish == "cancelled" and idle(engine)
+
+
 def test_ten_thousand_random_submits_and_cancels_leave_all_pages_free() -> None:
     """The forwards are left out: it is the book-keeping that is tried."""
     engine = Engine(scored(), EngineConfig(max_batch=6, page_size=8, pages=40, queue=20))
