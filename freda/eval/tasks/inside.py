@@ -104,7 +104,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _end_others(uid: int | None) -> None:
-    """Kill what the program left, where no pid namespace does it: all of its user's, or all descendants of ours."""
+    """Kill what the program left, where no pid namespace does: its user's processes, or this one's descendants."""
     if uid is not None:
         if not os.fork():
             os.setresuid(uid, uid, uid)
