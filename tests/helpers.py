@@ -27,16 +27,15 @@ from freda.data.prepare import prepare_corpus
 from freda.data.shards import Documents, Manifest
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
 from freda.decode.generate import generate
-from freda.decode.pages import BlockTable, ForwardShape, PagedCache, Pages
+from freda.decode.plain import PlainModel
 from freda.decode.request import Request
 from freda.folders.model_folder import LoadedModel, save_model
 from freda.methods import METHODS, method_named
-from freda.methods.draft import Prediction, predict, soft_embedding
 from freda.methods.method import Method
 from freda.methods.self_refine import SelfRefine
 from freda.model.attention import make_mask
 from freda.model.config import ModelConfig
-from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.masks import clean_tokens
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
@@ -159,47 +158,10 @@ def packed_batch(lengths: list[list[int]], seed: int = 0) -> Batch:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-class PlainBackend:
-    """The forwards of `PackedModel`, made by the Transformer itself."""
+class AheadModel(PlainModel):
+    """Forwards by the Transformer, in the way of the kernels: packed, in memory that stays, one pass ahead."""
 
-    def __init__(self, model: Transformer, pages: Pages) -> None:
-        self.model, self.pages = model, pages
-
-    def buffers(self, requests: int, rows: ForwardShape, long: bool) -> dict[str, Tensor]:
-        return {}
-
-    def run(
-        self, given: tuple[Tensor, Tensor], texts: BlockTable, rows: ForwardShape, buffers: dict[str, Tensor]
-    ) -> None:
-        count, block = len(texts.stored), rows.block
-        ids, alpha = (part.view(count, rows.tokens) for part in given)
-        place = torch.arange(rows.tokens, device=ids.device)
-        further = torch.where(place < rows.commit, place, texts.pending[:, None] + (place - rows.commit) % block)
-        position = texts.stored[:, None] + further
-        text, draft = position[:, : rows.commit], position[:, rows.commit :]
-        real = (texts.pending > 0)[:, None].expand_as(text)
-        tokens = clean_tokens(torch.where(real, 0, -1), text, block)
-        if rows.drafts:
-            candidate = ((place - rows.commit) // block)[rows.commit :].expand_as(draft)
-            tokens = concat(tokens, draft_tokens(torch.zeros_like(draft), draft, block, candidate))
-        cache = PagedCache(self.pages, texts.table.tolist(), texts.stored.tolist())
-        mask = make_mask(tokens, concat(cache.tokens(block), tokens), "sdpa")
-        out = self.model(soft_embedding(self.model, ids, alpha), position, mask, cache.past())
-        cache.write(out.new, text, real)
-        buffers["hidden"] = out.hidden.flatten(0, 1)
-
-    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
-        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        tokens = clean_tokens(torch.zeros_like(place), place, block_size)
-        out = self.model(self.model.embed_tokens(ids), place, make_mask(tokens, tokens, "sdpa"))
-        cache = PagedCache(self.pages, table.tolist(), [0] * len(ids))
-        cache.write(out.new, place, torch.ones_like(place, dtype=torch.bool))
-
-    def hidden(self, buffers: dict[str, Tensor]) -> Tensor:
-        return buffers["hidden"]
-
-    def predict(self, tokens: Tensor, buffers: dict[str, Tensor]) -> Prediction:
-        return predict(self.model.logits(buffers["hidden"][tokens]), runner_up=True)
+    graphs = True
 
 
 class Letters(Tokenizer):

@@ -19,7 +19,7 @@ from freda.errors import FredaError
 from freda.folders.model_folder import load_model, save_model
 from freda.model.device import pick_dtype
 from freda.model.parts import Parts
-from tests.helpers import PlainBackend, answering_model
+from tests.helpers import AheadModel, answering_model
 
 PROMPTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "", "a longer prompt that says nothing at all, but goes on"]
 
@@ -123,7 +123,7 @@ def test_an_engine_says_once_why_it_does_without_kernels(
         made = loaded._replace(parts=Parts(load_model(folder, dtype=dtype).backbone))
         Engine(made, EngineConfig(pages=8))
         assert words in capsys.readouterr().err
-    backend = Engine(loaded, EngineConfig(pages=8), PlainBackend)
+    backend = Engine(loaded, EngineConfig(pages=8), AheadModel)
     for _ in range(2):
         backend.submit(Request(prompt=[1, 2], temperature=1.0, max_new_tokens=4))
     assert capsys.readouterr().err.count("samples") == 1

@@ -24,14 +24,14 @@ from freda.folders.model_folder import save_model
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import PlainBackend, answering_model, method, scored, tiny_model
+from tests.helpers import AheadModel, answering_model, method, scored, tiny_model
 
 pytestmark = pytest.mark.usefixtures("rates_once")
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
 
 
-def plain_machine(model: Transformer, pages: Pages, *, int8: bool) -> PlainBackend:
-    return PlainBackend(model, pages)
+def plain_machine(model: Transformer, pages: Pages, *, int8: bool) -> AheadModel:
+    return AheadModel(model, pages)
 
 
 @pytest.fixture(scope="module")

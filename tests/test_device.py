@@ -27,7 +27,7 @@ from freda.model.transformer import Transformer
 from tests.helpers import (
     EOS,
     Letters,
-    PlainBackend,
+    AheadModel,
     alone,
     init_weights,
     method,
@@ -48,7 +48,7 @@ def test_every_request_is_what_generate_makes_of_it_alone(name: str) -> None:
     model = scored(name)
     config = EngineConfig(max_batch=5, page_size=8, pages=60, prefill=24)
     asked = [Request(prompt=p, **(mixed_settings(n) | GREEDY)) for n, p in enumerate(random_prompts(14, seed=2))]
-    engine = Engine(model, config, PlainBackend)
+    engine = Engine(model, config, AheadModel)
     outputs = engine.run(asked)
     assert {type(batch) for batch in engine.batches.values()} == {DeviceBatch}
     for request, output in zip(asked, outputs, strict=True):
@@ -57,7 +57,7 @@ def test_every_request_is_what_generate_makes_of_it_alone(name: str) -> None:
 
 def test_requests_by_chance_go_the_plain_way_beside() -> None:
     model = scored("best-of-n")
-    engine = Engine(model, SMALL, PlainBackend)
+    engine = Engine(model, SMALL, AheadModel)
     asked = [Request(prompt=p, **mixed_settings(n)) for n, p in enumerate(random_prompts(12))]
     outputs = engine.run(asked)
     assert {(kind.name, on_device) for kind, on_device in engine.batches} == {("best-of-n", True), ("best-of-n", False)}
@@ -70,7 +70,7 @@ def test_a_watched_request_leaves_the_others_on_the_device(name: str) -> None:
     """It runs in a plain batch of its own, and shows every pass; nothing else changes."""
     model = scored(name)
     asked = [Request(prompt=p, **(mixed_settings(n) | GREEDY)) for n, p in enumerate(random_prompts(4, seed=3))]
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainBackend)
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), AheadModel)
     handles = [engine.submit(replace(request, watch=n == 1)) for n, request in enumerate(asked)]
     filed = [list(handle) for handle in handles]
     assert {(kind.name, on_device) for kind, on_device in engine.batches} == {(name, True), (name, False)}
@@ -85,8 +85,8 @@ def test_passes_go_ahead_of_their_reports_but_not_past_the_end(monkeypatch: pyte
     """The next pass starts before the report of the last is read, and none is made in vain; none of many tokens."""
     monkeypatch.setattr(device, "MOST_AHEAD", most)  # of a request's block to commit and its draft: 4 + 4
     started, read = [0], []
-    run, send = PlainBackend.run, device._sent
-    monkeypatch.setattr(PlainBackend, "run", lambda *given: (started.__setitem__(0, started[0] + 1), run(*given))[1])
+    run, send = AheadModel.run, device._sent
+    monkeypatch.setattr(AheadModel, "run", lambda *given: (started.__setitem__(0, started[0] + 1), run(*given))[1])
 
     def sent(report: Tensor) -> Callable[[], list[list[int]]]:
         told = send(report)
@@ -94,7 +94,7 @@ def test_passes_go_ahead_of_their_reports_but_not_past_the_end(monkeypatch: pyte
 
     monkeypatch.setattr(device, "_sent", sent)
     model = scored("self-refine")
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainBackend)
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), AheadModel)
     output = engine.run([Request(prompt=random_prompts(1)[0], max_new_tokens=24, passes=2, threshold=2.0)])[0]
     assert len(output.tokens) == 24 and started[0] == output.nfe == len(read)
     ahead = [begun - number for number, begun in enumerate(read, 1)].count(1)
@@ -112,7 +112,7 @@ def test_padding_commits_nothing() -> None:
     """Nobody ends it: where it is surer than the requests beside it, its text would outgrow its table. A request that
     takes its place does commit."""
     model = scored()
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainBackend)
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), AheadModel)
     asked = [Request(prompt=prompt, max_new_tokens=20, passes=2) for prompt in random_prompts(4, seed=9)]
     handles = [engine.submit(request) for request in asked[:3]]
     for _ in range(6):
@@ -127,7 +127,7 @@ def test_padding_commits_nothing() -> None:
 def test_more_requests_than_the_largest_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "BUCKETS", (1, 2))
     model = scored()
-    engine = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60), PlainBackend)
+    engine = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60), AheadModel)
     asked = [Request(prompt=prompt, max_new_tokens=8) for prompt in random_prompts(3)]
     assert [output.tokens for output in engine.run(asked)] == [alone(model, one)[0] for one in asked]
     assert {size for _, size, _ in engine._programs} >= {64}
@@ -138,13 +138,13 @@ def test_one_request_of_many_candidates() -> None:
     model = scored("best-of-n")
     asked = [Request(prompt=p, max_new_tokens=12, threshold=2.0, width=4, tau=2.0) for p in random_prompts(6, seed=1)]
     for request in asked:
-        output = Engine(model, SMALL, PlainBackend).run([request])[0]
+        output = Engine(model, SMALL, AheadModel).run([request])[0]
         assert (output.tokens, output.nfe, output.finish) == alone(model, request)
 
 
 def test_nothing_of_an_engine_stays_when_nobody_needs_it() -> None:
     """Not even until the garbage collector comes: the next engine limits its memory."""
-    engine = Engine(scored(), SMALL, PlainBackend)
+    engine = Engine(scored(), SMALL, AheadModel)
     engine.run([Request(prompt=[1, 2, 3], max_new_tokens=8)])
     pages = weakref.ref(engine.pages)
     del engine
@@ -153,7 +153,7 @@ def test_nothing_of_an_engine_stays_when_nobody_needs_it() -> None:
 
 def test_cancelling_disturbs_nobody() -> None:
     model = scored()
-    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), PlainBackend)
+    engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), AheadModel)
     asked = [Request(prompt=p, max_new_tokens=20, threshold=0.5) for p in random_prompts(4, seed=9)]
     handles = [engine.submit(request) for request in asked]
     for _ in range(3):
@@ -169,14 +169,14 @@ def test_damaged_weights_end_the_request_with_an_error() -> None:
     model = scored()
     with torch.no_grad():
         model.backbone.norm.weight.fill_(float("nan"))
-    engine = Engine(model, SMALL, PlainBackend)
+    engine = Engine(model, SMALL, AheadModel)
     events = list(engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=8)))
     assert [event.finish for event in events if isinstance(event, Event)] == ["error"] and not engine.busy
 
 
 def test_it_can_be_left_out() -> None:
     model = scored()
-    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20, on_device=False), PlainBackend)
+    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=20, on_device=False), AheadModel)
     engine.run([Request(prompt=[1, 2], max_new_tokens=4)])
     assert not any(isinstance(batch, DeviceBatch) for batch in engine.batches.values())
 
@@ -186,7 +186,7 @@ def test_the_padding_of_a_short_prompt_goes_to_the_spare_page() -> None:
     model, tables = scored(), list[list[list[int]]]()
     pages = Pages(model.backbone, 10, 8)
 
-    class Recorder(PlainBackend):
+    class Recorder(AheadModel):
         def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
             tables.append(table.tolist())
 
@@ -238,7 +238,7 @@ def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most:
     def machine(model: Transformer, pages: Pages) -> ForwardBackend:
         made = PackedModel(model, pages)
         if dtype == torch.float32:
-            made.prefill = PlainBackend(model, pages).prefill  # type: ignore[method-assign]  # cuDNN has no fp32
+            made.prefill = AheadModel(model, pages).prefill  # type: ignore[method-assign]  # cuDNN has no fp32
         return made
 
     model = gpu_model(name, dtype)

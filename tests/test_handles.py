@@ -20,7 +20,7 @@ from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.request import Event, Output, Pass, QueueFull, Request
 from freda.errors import FredaError
-from tests.helpers import PlainBackend, alone, answering_model, random_prompts, scored
+from tests.helpers import AheadModel, alone, answering_model, random_prompts, scored
 
 TEXTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "a longer prompt that says nothing at all, but goes on"]
 LONG = {"max_new_tokens": 24, "threshold": 2.0}
@@ -115,7 +115,7 @@ def test_a_limit_on_the_length_makes_a_small_engine() -> None:
 # -- threads ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("machine", [None, PlainBackend], ids=["plain", "on_device"])
+@pytest.mark.parametrize("machine", [None, AheadModel], ids=["plain", "on_device"])
 def test_four_threads_get_the_texts_of_requests_alone(machine: Any) -> None:
     engine = Engine(scored(), SMALL, machine)
     asked = [
@@ -289,7 +289,7 @@ def test_an_interrupted_generate_leaves_nothing_behind(many: bool, after: int, m
     assert [one.tokens for one in model.generate(TEXTS, **LONG)] == wanted
 
 
-@pytest.mark.parametrize("machine", [None, PlainBackend], ids=["plain", "on_device"])
+@pytest.mark.parametrize("machine", [None, AheadModel], ids=["plain", "on_device"])
 def test_a_failing_pass_ends_its_batch_and_no_other(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(scored(), EngineConfig(max_batch=4, page_size=8, pages=60), machine)
     request = Request(prompt=[*range(20)], max_new_tokens=30, threshold=2.0)

@@ -1,12 +1,12 @@
-"""Passes that stay on the device: what is known of R requests goes from pass to pass without a round trip to the host.
+"""A pass as one function of tensors: what is known of R requests goes from pass to pass without a round trip to the host.
 
-A pass is one function of tensors: candidates, forward, choice, prediction, commitment, and, for blocks that have
-closed, the next block, blank, with the closed one to be committed. The host reads back one small report: which blocks
-have closed, and with which tokens. On CUDA the whole pass is captured as a graph, once for each number of requests and
-each shape of the forward (with or without a commit, one draft or several, short texts or long). Requests enter and
-leave by loading the state anew.
+A pass is candidates, forward, choice, prediction, commitment, and, where a block has closed, the next block, blank, with
+the closed one to be committed. Texts end here, too, at a stop token or at their length, so that the next pass can be
+started before the host has read the report of this one. On CUDA a pass is captured as a graph, once for each shape of
+its forward. What a request is on the device is a row of `Held`: `enter` writes rows in place.
 
-`RequestBatch` is the plain twin: it does the same for requests that the kernels are not made for.
+Who does the forward is a `ForwardBackend`: the kernels of `packed.py`, or the Transformer itself (`plain.py`). Who
+decides which requests have rows, and reads the reports, is `places.py`.
 """
 
 from __future__ import annotations
@@ -14,67 +14,134 @@ from __future__ import annotations
 import functools
 from collections import abc
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from freda.decode.batch import RequestBatch, closed_blocks, report_of
-from freda.decode.pages import BlockTable, ForwardShape, PagedCache
-from freda.decode.request import Pass, Sequence
-from freda.methods.draft import Candidates, Prediction, merge, start
+from freda.decode.config import DecodeConfig
+from freda.decode.pages import BlockTable, ForwardShape, Pieces
+from freda.methods.draft import Candidates, Draft, Prediction, Rules, Sampling, Search, merge, start
 from freda.methods.method import Method
-from freda.methods.state import DecodeState, Limits
+from freda.methods.state import DecodeState, Limits, fresh_drafts, new_state
 from freda.model.parts import Parts
-
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # numbers of requests that graphs are made for
-MOST_AHEAD = 64  # tokens of a forward that waits for the weights, whose time does not depend on how many they are
-LONG = 1024  # tokens of a text from which on attention has another form
-
-# What a program keeps on the device between two passes: the state of all requests, where their committed text lies, the
-# ids (R, B) of the block to commit, and which rows are requests (R,): padding drafts too, but commits nothing.
-Held = tuple[DecodeState, BlockTable, Tensor, Tensor]
 
 
 class ForwardBackend(Protocol):
-    """What runs the forwards: `packed.PackedModel`."""
+    """What runs the forwards: `packed.PackedModel` or `plain.PlainModel`."""
 
-    def buffers(self, requests: int, shape: ForwardShape, long: bool) -> Any:
-        """Memory for a forward over the new tokens of so many requests, whose texts are `long` or not."""
+    graphs: bool  # can a CUDA graph capture it?
 
-    def run(self, given: tuple[Tensor, Tensor], texts: BlockTable, shape: ForwardShape, buffers: Any) -> None:
-        """All layers over tokens `given` as (ids, α), each (R · tokens,); what is committed goes into the pages."""
+    def buffers(self, shape: ForwardShape, long: bool) -> Any:
+        """Memory for a forward; `long`: over long texts."""
 
-    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
-        """Keys and values of whole prompts (R, L), from their first token on, into the pages that `table` names."""
+    def run(
+        self, given: tuple[Tensor, Tensor], where: Tensor, texts: BlockTable, shape: ForwardShape, buffers: Any
+    ) -> None:
+        """All layers over tokens `given` as (ids, α), each (P · B,); blocks to commit go into the pages.
 
-    def hidden(self, buffers: Any) -> Tensor:
-        """The final hidden states of the last forward, (R · tokens, D)."""
+        `where` (R, J) int32: the place of each request's blocks among the packed ones; -1: not in this forward.
+        """
 
-    def predict(self, tokens: Tensor, buffers: Any) -> Prediction:
-        """The likeliest ids of `tokens` (N, B), which number those of the forward, and the runners-up."""
+    def soft(self, tokens: Tensor, buffers: Any) -> Tensor:
+        """What a scorer sees of `tokens`, which number those of the last forward: (..., D)."""
+
+    def predict(
+        self, tokens: Tensor, buffers: Any, sampling: Sampling | None = None, position: Tensor | None = None
+    ) -> Prediction:
+        """An id for each of `tokens` (N, B), its probability, and the runner-up where the method looks at it."""
+
+    def logits(self, tokens: Tensor, buffers: Any) -> Tensor:
+        """All logits of `tokens` (N, B), in fp32."""
+
+    def fill_buffers(self, tokens: int) -> Any:
+        """Memory for `fill` with so many tokens."""
+
+    def fill(self, pieces: Pieces, table: Tensor, block_size: int, buffers: Any) -> None:
+        """Keys and values of pieces of prompts into the pages that `table` (R, pages) names."""
 
 
-def prefill(
-    backend: ForwardBackend, cache: PagedCache, sequences: abc.Sequence[Sequence], size: int, held: int, most: int
-) -> None:
-    """Bring prompts of which nothing is stored into the cache, but for their last `held` tokens, about `most` tokens in
-    a forward; longer ones by themselves. Prompts of like length go together."""
-    spare, device = cache.pages.spare, cache.lengths.device
-    new = [row for row, one in enumerate(sequences) if one.stored == 0 and len(one.clean) > held]
-    new.sort(key=lambda row: len(sequences[row].clean))
-    while new:
-        width = len(sequences[new[-1]].clean) - held  # the longest that is left, and as many others as fit
-        count = max(1, min(len(new), most // width))
-        group, new = new[-count:], new[:-count]
-        pages = cache.pages.needed(width)
-        ids = [sequences[row].clean[:width] + [0] * (width - len(sequences[row].clean)) for row in group]
-        tables = [(cache.tables[row] + [spare] * pages)[:pages] for row in group]
-        places = torch.tensor(tables, dtype=torch.int32, device=device)
-        backend.prefill(torch.tensor(ids, dtype=torch.int64, device=device), places, size)
-        for row in group:
-            sequences[row].stored = len(sequences[row].clean) - held
-    cache.lengths = torch.tensor([one.stored for one in sequences], dtype=torch.int64, device=device)
+class Held(NamedTuple):
+    """What the device knows of R requests between two passes."""
+
+    state: DecodeState
+    texts: BlockTable
+    pending_ids: Tensor  # (R, B) int64: the block to commit
+    end: Tensor  # (R,) int64: the position behind the last token that the request may write
+    real: Tensor  # (R,) bool: whether a request is running in this row
+
+    def rows(self, count: int, *, probs: bool) -> Held:
+        """The first rows, in the same memory; with what the last passes predicted, or without."""
+        state, texts, *rest = self
+        state = state.rows(slice(0, count))
+        return Held(
+            state if probs else state._replace(probs=None),
+            BlockTable(*(part[:count] for part in texts)),
+            *(part[:count] for part in rest),
+        )
+
+
+def new_held(rows: int, pages: int, parts: Parts, block: int, stop_ids: abc.Sequence[int]) -> Held:
+    """Rows without requests."""
+    device, blank = parts.device, parts.backbone.blank_id
+    zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+    stops = torch.tensor(stop_ids, dtype=torch.int64, device=device)
+    draft = Draft(*(part.clone() for part in fresh_drafts([[]] * rows, block, blank, device)))  # none shares memory
+    state = new_state([DecodeConfig()] * rows, draft, zeros, stops)
+    search = state.search._replace(seed=zeros.clone())
+    state = state._replace(search=search)
+    table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+    texts = BlockTable(table, zeros.int(), zeros.int())
+    return Held(state, texts, torch.zeros(rows, block, dtype=torch.int64, device=device), zeros.clone(), zeros.bool())
+
+
+# -- entering --------------------------------------------------------------------------------------------------------
+
+WHOLE = ("row", "real", "begin", "end", "stored", "pending", "tail")
+WHOLE += ("passes", "seed", "width", "swaps", "sampled", "gumbel")
+FLOATS = ("threshold", "temperature", "top_p", "tau")
+
+
+def record_width(block: int, pages: int) -> int:
+    """Numbers in a record of `enter`."""
+    return len(WHOLE) + len(FLOATS) + 2 * block + pages
+
+
+def enter(held: Held, records: Tensor, blank_id: int) -> None:
+    """Write rows of `held` anew, each from a record (n, ·) int64.
+
+    A record has what `WHOLE` names, the bits of what `FLOATS` names as float64, the tokens of the first block and of
+    the one to commit, and the pages of the text.
+    """
+    block, counts = held.pending_ids.shape[1], (len(WHOLE), len(FLOATS))
+    whole, floats, ids, pending_ids, table = records.split([*counts, block, block, held.texts.table.shape[1]], dim=1)
+    w = dict(zip(WHOLE, whole.unbind(1), strict=True))
+    f = dict(zip(FLOATS, floats.view(torch.float64).float().unbind(1), strict=True))
+    given = torch.arange(block, device=ids.device) < w["tail"][:, None]
+    state = DecodeState(
+        start(ids, given, blank_id),
+        w["begin"],
+        Rules(w["passes"], f["threshold"], held.state.rules.stop_ids),
+        Sampling(f["temperature"], f["top_p"], w["seed"]),
+        Search(w["width"], w["swaps"], f["tau"], w["sampled"].bool(), w["gumbel"].bool(), w["seed"]),
+    )
+    texts = BlockTable(table.int(), w["stored"].int(), w["pending"].int())
+    new = Held(state, texts, pending_ids, w["end"], w["real"].bool())
+    for old, value in zip(_of_rows(held), _of_rows(new), strict=True):
+        old.index_copy_(0, w["row"], value)
+
+
+def _of_rows(held: Held) -> list[Tensor]:
+    """All tensors that have a row for each request, but for predictions of a last pass."""
+    state, texts, *rest = held
+    return [*state.draft, state.begin, *state.rules[:2], *state.sampling, *state.search, *texts, *rest]
+
+
+def changing(held: Held) -> list[Tensor]:
+    """The tensors that a pass changes."""
+    state, texts, pending_ids, _, real = held
+    probs = [] if state.probs is None else [state.probs]
+    return [*state.draft, state.begin, texts.stored, texts.pending, pending_ids, real, *probs]
 
 
 # -- one pass --------------------------------------------------------------------------------------------------------
@@ -82,60 +149,101 @@ def prefill(
 # function returns (its fields cannot be taken apart).
 
 
-def shown(held: Held, method: Method, limits: Limits, shape: ForwardShape) -> tuple[Tensor, ...]:
-    """What a forward sees: ids and α of all its tokens, (R · tokens,) each; and the `Candidates` among them."""
-    state, _, pending_ids, _ = held
-    found = method.candidates(state, limits, count=max(1, shape.drafts))
-    parts = [(pending_ids, torch.ones_like(pending_ids, dtype=torch.float32))] if shape.commit else []
-    if shape.drafts:
-        parts.append((found.ids.flatten(1), found.alpha.flatten(1)))
-    ids, alpha = (torch.cat(part, dim=1).flatten() for part in zip(*parts, strict=True))
-    return ids, alpha, *found
+def laid_out(held: Held, method: Method, limits: Limits, shape: ForwardShape) -> tuple[Tensor, ...]:
+    """What a forward sees: ids and α of its tokens, (P · B,) each; `where` its blocks lie (R, J); which requests are
+    `going` (R,); and the `Candidates` among the blocks.
 
-
-def winner(
-    parts: Parts, method: Method, state: DecodeState, found: abc.Sequence[Tensor], soft: Tensor | None
-) -> Tensor:
-    """The candidate among `found` that is kept, (R,)."""
-    return method.choose(parts, state, Candidates(*found), soft)[0]
-
-
-def advance(held: Held, method: Method, prediction: abc.Sequence[Tensor], shape: ForwardShape, blank_id: int) -> Tensor:
-    """Bring `held` behind a `Prediction` (R, B); where a block has closed, the next begins. Returns the report.
-
-    The new state is written over the old one here, so that compiled, nothing is copied afterwards.
+    Where blocks are packed and more want to go than there are places, the last requests wait for the next pass.
     """
-    state, texts, pending_ids, real = held
-    draft = method.update(state.draft, Prediction(*prediction), state.rules)
-    closed = draft.closed
-    report = report_of(draft)
-    fresh = start(draft.ids, torch.zeros_like(draft.given), blank_id)
-    state = state._replace(draft=merge(~closed, draft, fresh), begin=state.begin + shape.block * closed)
-    stored = texts.stored + texts.pending if shape.commit else texts.stored
-    texts = texts._replace(stored=stored, pending=(shape.block * (closed & real)).to(texts.pending))
-    after = (state, texts, torch.where(closed[:, None], draft.ids, pending_ids), real)
-    for old, new in zip(_changing(held), _changing(after), strict=True):
-        old.copy_(new)
+    state, texts, pending_ids, _, real = held
+    drafts = shape.blocks - 1
+    found = method.candidates(state, limits, count=max(1, drafts))
+    ids, alpha = pending_ids[:, None], torch.ones_like(pending_ids[:, None], dtype=torch.float32)
+    wanted = (texts.pending > 0)[:, None]
+    if drafts:
+        ids, alpha = torch.cat([ids, found.ids], dim=1), torch.cat([alpha, found.alpha], dim=1)  # (R, J, B)
+        wanted = torch.cat([wanted, found.valid], dim=1)
+    if shape.dense:
+        where = torch.arange(shape.packed, dtype=torch.int32, device=ids.device).view(wanted.shape)
+        return ids.flatten(), alpha.flatten(), where, real, *found
+    going = real
+    if 0 < drafts < limits.width:  # no place for more candidates than one, which is what a blank draft has
+        going = going & ((state.draft.passes == 0) | (state.search.width == 1))
+    wanted = wanted & going[:, None]
+    needed = wanted.sum(-1)
+    last = needed.cumsum(0)
+    going = going & (last <= shape.packed)
+    place = (last - needed)[:, None] + wanted.cumsum(-1) - 1
+    where = torch.where(wanted & going[:, None], place, -1)
+    packed = torch.where(where < 0, shape.packed, where).flatten()
+    all_ids = ids.new_zeros(shape.packed + 1, shape.block).index_copy(0, packed, ids.flatten(0, 1))
+    all_alpha = alpha.new_zeros(shape.packed + 1, shape.block).index_copy(0, packed, alpha.flatten(0, 1))
+    return all_ids[:-1].flatten(), all_alpha[:-1].flatten(), where.int(), going, *found
+
+
+def choice(
+    parts: Parts, method: Method, state: DecodeState, found: abc.Sequence[Tensor], soft: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The candidate among `found` that is kept, (R,), and the scores of all, (R, C)."""
+    winner, scores = method.choose(parts, state, Candidates(*found), soft)
+    return winner, scores
+
+
+def advance(
+    held: Held,
+    method: Method,
+    prediction: abc.Sequence[Tensor],
+    seen: tuple[Tensor, Tensor, Tensor, abc.Sequence[Tensor]],
+    blank_id: int,
+) -> Tensor:
+    """Bring the requests that are going behind a `Prediction` (R, B); returns the report, as `Report` reads it.
+
+    `seen` is who is going, the winner and the scores of the candidates, and the candidates. The new state is written
+    over the old one here, so that compiled, nothing is copied afterwards.
+    """
+    state, texts, pending_ids, end, real = held
+    going, winner, scores, found = seen
+    block = pending_ids.shape[1]
+    draft = merge(~going, state.draft, method.update(state.draft, Prediction(*prediction), state.rules))
+    finite = draft.prob.isfinite().all(-1)
+    closed = draft.closed & going
+    stops = torch.isin(draft.ids, state.rules.stop_ids) & ~draft.given & (state.position < end[:, None])
+    ended = (closed & (stops.any(-1) | (state.begin + block >= end))) | (going & ~finite)
+    flags = torch.stack([going, closed, finite, ended], dim=1)
+    told = [flags, draft.passes[:, None], draft.ids, draft.committed, draft.prob.view(torch.int32)]
+    told += [found[3].sum(-1, keepdim=True), winner[:, None], scores.view(torch.int32), found[0].flatten(1)]
+    report = torch.cat([part.int() for part in told], dim=1)
+    next_draft = merge(~closed, draft, start(draft.ids, torch.zeros_like(draft.given), blank_id))
+    stored = torch.where(going, texts.stored + texts.pending, texts.stored)
+    pending = torch.where(going, block * closed, texts.pending)
+    texts = texts._replace(stored=(stored * ~ended).to(texts.stored), pending=(pending * ~ended).to(texts.pending))
+    state = state._replace(draft=next_draft, begin=state.begin + block * closed)
+    after = Held(state, texts, torch.where(closed[:, None], draft.ids, pending_ids), end, real & ~ended)
+    for old, new in zip(changing(held), changing(after), strict=True):
+        if old is not new:
+            old.copy_(new)
     return report
 
 
-def _changing(held: Held) -> list[Tensor]:
-    """The tensors that a pass changes."""
-    state, texts, pending_ids, _ = held
-    return [*state.draft, state.begin, texts.stored, texts.pending, pending_ids]
+class Report:
+    """What a pass has told of R requests, C candidates each, read from its numbers (R, ·) int32 on the host."""
 
-
-def _loaded(held: Held) -> list[Tensor]:
-    """The tensors that differ from batch to batch."""
-    state, texts, _, real = held
-    return [*_changing(held), texts.table, real, *state.rules[:2], *state.search]
+    def __init__(self, numbers: Any, block: int, candidates: int) -> None:
+        self.going, self.closed, self.finite, self.ended = (numbers[:, column] != 0 for column in range(4))
+        self.passes = numbers[:, 4]
+        ends = [5, 5 + block, 5 + 2 * block, 5 + 3 * block, 6 + 3 * block, 7 + 3 * block, 7 + 3 * block + candidates]
+        self.ids, self.committed, prob, self.valid, self.winner, scores = (
+            numbers[:, begin:end] for begin, end in zip(ends, ends[1:], strict=False)
+        )
+        self.prob, self.scores = prob.view("float32"), scores.view("float32")
+        self.candidates = numbers[:, ends[-1] :].reshape(len(numbers), candidates, block)
 
 
 @functools.cache
 def _around(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """What comes before a forward, the choice among candidates, and what comes after: some eighty small kernels, 350
+    """What comes before a forward, the choice among candidates, and what comes after: some hundred small kernels, 350
     with a scorer, or, compiled, a few."""
-    functions = (shown, winner, advance)
+    functions = (laid_out, choice, advance)
     if not compiled:
         return functions
     import torch._dynamo.config
@@ -146,199 +254,58 @@ def _around(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any], Cal
     return first, second, third
 
 
-class Program:
-    """The passes of batches of one size: their state in memory that stays, and on CUDA their graphs."""
+def pass_of(
+    parts: Parts,
+    backend: ForwardBackend,
+    method: Method,
+    held: Held,
+    kind: tuple[ForwardShape, Limits, bool],
+    *,
+    compiled: bool,
+) -> Callable[[], Tensor]:
+    """The pass over all rows of `held`, with a forward of this shape for requests within these limits, over long texts
+    or not: a function that returns its report."""
+    shape, limits, long = kind
+    before, choose, after = _around(compiled)
+    buffers, blank_id = backend.buffers(shape, long), parts.backbone.blank_id
+    place = torch.arange(shape.block, device=parts.device)
 
-    def __init__(
-        self, parts: Parts, backend: ForwardBackend, method: Method, limits: Limits, held: Held, *, compiled: bool
-    ) -> None:
-        self.parts, self.backend, self.method, self.limits, self.held = parts, backend, method, limits, held
-        self._compiled = compiled
-        self._runs: dict[tuple[ForwardShape, bool], Callable[[], Tensor]] = {}
+    def run() -> Tensor:
+        state = held.state
+        ids, alpha, where, going, *found = before(held, method, limits, shape)
+        backend.run((ids, alpha), where, held.texts, shape, buffers)
+        blocks, soft = where.clamp_min(0).long(), None
+        if shape.blocks > 2:
+            soft = backend.soft((blocks[:, 1:, None] * shape.block + place).flatten(1), buffers)
+        winner, scores = choose(parts, method, state, found, soft)
+        chosen = blocks.gather(1, winner[:, None] + 1) if shape.blocks > 1 else blocks
+        tokens = chosen * shape.block + place
+        prediction = backend.predict(tokens, buffers, state.sampling if limits.samples else None, state.position)
+        if state.probs is not None:
+            known = backend.logits(tokens, buffers).softmax(-1)
+            state.probs.copy_(torch.where(going[:, None, None], known, state.probs))
+        report: Tensor = after(held, method, tuple(prediction), (going, winner, scores, found), blank_id)
+        return report
 
-    def load(self, held: Held) -> None:
-        """Take over the state of another batch of the same size."""
-        for old, new in zip(_loaded(self.held), _loaded(held), strict=True):
-            old.copy_(new)
+    return run
 
-    def step(self, shape: ForwardShape, long: bool) -> Tensor:
-        """One pass, over long texts or not; returns its `report_of`."""
-        if (shape, long) not in self._runs:
-            made = self._captured if self.held[2].is_cuda else self._plain
-            self._runs[shape, long] = made(shape, long)
-        return self._runs[shape, long]()
 
-    def _plain(self, shape: ForwardShape, long: bool) -> Callable[[], Tensor]:
-        # The closure must not hold `self`: a cycle would keep the pages of engines that are gone.
-        parts, backend, method, limits, held = self.parts, self.backend, self.method, self.limits, self.held
-        before, choice, after = _around(self._compiled)
-        count, blank_id = len(held[2]), parts.backbone.blank_id
-        buffers = backend.buffers(count, shape, long)
-
-        def run() -> Tensor:
-            ids, alpha, *found = before(held, method, limits, shape)
-            backend.run((ids, alpha), held[1], shape, buffers)
-            first = torch.arange(count, device=ids.device)[:, None] * shape.tokens
-            tokens = first + torch.arange(shape.block, device=ids.device)
-            if shape.drafts:
-                several = shape.drafts > 1
-                soft = backend.hidden(buffers).view(count, shape.tokens, -1)[:, shape.commit :] if several else None
-                best = choice(parts, method, held[0], found, soft)
-                tokens = tokens + shape.commit + best[:, None] * shape.block
-            report: Tensor = after(held, method, tuple(backend.predict(tokens, buffers)), shape, blank_id)
-            return report
-
-        return run
-
-    def _captured(self, shape: ForwardShape, long: bool) -> Callable[[], Tensor]:
-        """A pass as a CUDA graph. What is run to warm up is undone, all but the pages, where it writes what the first
-        replay will write again."""
-        run = self._plain(shape, long)
-        before = [tensor.clone() for tensor in _changing(self.held)]
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-            with torch.cuda.graph(graph, stream=stream):
-                report = run()
-        torch.cuda.current_stream().wait_stream(stream)
-        for tensor, value in zip(_changing(self.held), before, strict=True):
+def captured(run: Callable[[], Tensor | None], changed: abc.Sequence[Tensor], pool: Any) -> Callable[[], Tensor | None]:
+    """A function as a CUDA graph. What it has `changed` when it was run to warm up is undone; pages are not, where it
+    has written what the first replay will write again."""
+    before = [tensor.clone() for tensor in changed]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        for tensor, value in zip(changed, before, strict=True):
             tensor.copy_(value)
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            made = run()
+    torch.cuda.current_stream().wait_stream(stream)
 
-        def replay(run: Callable[[], Tensor] = run) -> Tensor:  # which holds the memory that the graph writes to
-            graph.replay()
-            return report
+    def replay(run: Callable[[], Tensor | None] = run) -> Tensor | None:  # which holds the memory the graph writes to
+        graph.replay()
+        return made
 
-        return replay
-
-
-# -- a batch ---------------------------------------------------------------------------------------------------------
-
-
-def _sent(report: Tensor) -> Callable[[], list[list[int]]]:
-    """Start copying a report to the host; the function that is returned waits for it."""
-    there = torch.cuda.Event() if report.is_cuda else None  # type: ignore[no-untyped-call]
-    host = report.to("cpu", non_blocking=True, copy=True)
-    if there is not None:
-        there.record()
-
-    def read() -> list[list[int]]:
-        if there is not None:
-            there.synchronize()
-        rows: list[list[int]] = host.tolist()
-        return rows
-
-    return read
-
-
-class DeviceBatch(RequestBatch):
-    """A batch whose passes stay on the device."""
-
-    cache: PagedCache
-
-    def __init__(
-        self,
-        base: RequestBatch,
-        backend: ForwardBackend,
-        programs: dict[tuple[Any, ...], Program],
-        table_pages: int,
-        *,
-        compiled: bool = False,
-    ) -> None:
-        super().__init__(base.parts, base.method, base.sequences, sorted(base.stop_ids), base.cache)
-        self._backend, self._programs, self._table_pages = backend, programs, table_pages
-        self._compiled = compiled and self.device.type == "cuda"
-        self._program: Program | None = None
-        self._fresh_rows = 0  # how many drafts are still blank
-        self._ahead: Callable[[], list[list[int]]] | None = None  # the report of a pass that is under way already
-
-    def _load(self) -> Program:
-        """The state of all sequences, filled up to the next size that there are graphs for."""
-        limits = self.method.limits([one.request for one in self.sequences])
-        count = len(self.sequences)
-        size = next((bucket for bucket in BUCKETS if bucket >= count), -(-count // 64) * 64)
-        held, key = self._held(size), (self.method, size, limits)
-        if key not in self._programs:
-            self._programs[key] = Program(self.parts, self._backend, self.method, limits, held, compiled=self._compiled)
-        else:
-            self._programs[key].load(held)
-        self._fresh_rows = self.state.draft.passes.tolist().count(0)
-        return self._programs[key]
-
-    def _held(self, size: int) -> Held:
-        """Padding repeats the first sequence, over the spare page and with nothing stored."""
-        more = size - len(self.sequences)
-        rows = self._tensor([*range(len(self.sequences)), *[0] * more], torch.int64)
-        waiting = [one.clean[one.stored :] for one in self.sequences]
-        pending = [len(tokens) for tokens in waiting] + [0] * more
-        ids = [tokens or [0] * self.size for tokens in waiting] + [[0] * self.size] * more
-        stored = [one.stored for one in self.sequences] + [0] * more
-        lengths = (self._tensor(values, torch.int32) for values in (stored, pending))
-        texts = BlockTable(self.cache.table(size, self._table_pages), *lengths)
-        begin = [len(one.clean) for one in self.sequences] + [0] * more
-        state = self.state.rows(rows)._replace(begin=self._tensor(begin, torch.int64))
-        real = self._tensor([True] * len(self.sequences) + [False] * more, torch.bool)
-        return state, texts, self._tensor(ids, torch.int64), real
-
-    def draft_pass(self) -> dict[int, list[int]]:
-        """One forward that commits what is pending and predicts; returns the `closed_blocks`.
-
-        Where there are few tokens, the next pass is started before the report of this one is read, so that the device
-        does not wait for the host. Sequences that have joined since then are not in the report, and wait for the next.
-        """
-        report = self._ahead or self._start()
-        self._ahead = self._start() if self._goes_ahead() else None
-        rows = report()
-        for one, _ in zip(self.sequences, rows, strict=False):
-            one.nfe += 1
-            one.stored = len(one.clean)
-        closed = closed_blocks(rows)
-        self._fresh_rows = len(closed)
-        return closed
-
-    def _start(self) -> Callable[[], list[list[int]]]:
-        """Start a pass of the shape that the sequences need; one that goes ahead allows for all that may come."""
-        if self._program is None:
-            self._program = self._load()
-        pending = self._goes_ahead() or any(one.stored < len(one.clean) for one in self.sequences)
-        fresh = self._fresh_rows == len(self.sequences)
-        drafts = (1 if fresh else self._program.limits.width) if self.layout.slots else 0
-        long = any(len(one.clean) > LONG for one in self.sequences)
-        report = self._program.step(ForwardShape(self.size if pending else 0, self.size, drafts), long)
-        return _sent(report[: len(self.sequences)])
-
-    def _goes_ahead(self) -> bool:
-        """Whether the next pass may start before this one is read: few tokens, among which a block to commit costs
-        nothing where there is none; as many candidates whatever happens; and not all sequences at their end."""
-        if self._program is None or self._program.limits.width > 1 or len(self.sequences) * 2 * self.size > MOST_AHEAD:
-            return False
-        return any(len(one.new) + self.size < one.request.max_new_tokens for one in self.sequences)
-
-    def passes(self) -> abc.Iterator[tuple[Sequence, Pass]]:
-        """Nothing: watched requests run in a plain batch."""
-        return iter(())
-
-    def next_blocks(self, finished: set[int]) -> None:
-        """Let finished sequences leave; the next blocks have begun already."""
-        if finished:
-            self.leave(finished)
-
-    def join(self, other: RequestBatch) -> None:
-        """Take over the requests of another batch, whose cache is of the same storage."""
-        self._unload()
-        super().join(other)
-
-    def leave(self, finished: set[int]) -> None:
-        """Drop these rows."""
-        self._unload()
-        if self._ahead is not None:
-            under_way = [row for number, row in enumerate(self._ahead()) if number not in finished]
-            self._ahead = (lambda: under_way) if under_way else None
-        super().leave(finished)
-
-    def _unload(self) -> None:
-        """Take the state back from the program's memory, which other batches may use."""
-        if self._program is not None:
-            rows = torch.arange(len(self.sequences), device=self.device)
-            self.state = self._program.held[0].rows(rows)
-            self._program = None
+    return replay

@@ -14,32 +14,29 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
-import functools
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
 
 import torch
 
-from freda.decode.batch import RequestBatch
 from freda.decode.config import EngineConfig
-from freda.decode.device import DeviceBatch, ForwardBackend, Program, prefill
-from freda.decode.pages import PagedCache, Pages, page_count
+from freda.decode.device import ForwardBackend
+from freda.decode.pages import Pages, page_count, page_keys
+from freda.decode.places import Places
+from freda.decode.plain import PlainModel
 from freda.decode.request import Event, Output, Pass, QueueFull, Request, Sequence
 from freda.errors import FredaError, note, require
 from freda.folders.model_folder import LoadedModel
 from freda.methods import method_named
 from freda.methods.method import Method
+from freda.model.parts import Parts
 from freda.model.staircase import MOST_BLOCK
-from freda.model.transformer import Transformer
 
 # Engines for at most so many requests are compiled around the forward: some eighty kernels of 2 µs are 6% of a
 # forward over few tokens. Compiling takes a while, and pays for an engine that is made for one stream.
 MOST_COMPILED = 4
-
-Kind = tuple[Method, bool]  # what a batch has in common: the method, and whether its passes stay on the device
 
 
 class Handle:
@@ -50,6 +47,11 @@ class Handle:
 
     def __init__(self, engine: Engine, sequence: Sequence) -> None:
         self._engine, self._sequence = engine, sequence
+
+    @property
+    def number(self) -> int:
+        """The number of the request, as the engine counts them."""
+        return self._sequence.index
 
     @property
     def finished(self) -> bool:
@@ -69,6 +71,11 @@ class Handle:
                     self._engine.step(lambda: bool(mail) or self.finished)
         finally:
             self.cancel()
+
+    def take(self) -> list[Event | Pass]:
+        """The events that were filed since the last call, or none; does not wait."""
+        mail = self._sequence.mail
+        return [mail.popleft() for _ in range(len(mail))]
 
     def result(self) -> Output:
         """Wait for the end of the request."""
@@ -93,7 +100,7 @@ class Engine:
         self,
         loaded: LoadedModel,
         config: EngineConfig = EngineConfig(),
-        machine: Callable[[Transformer, Pages], ForwardBackend | None] | None = None,
+        backend: Callable[[Parts, Method, Pages], ForwardBackend] | None = None,
     ) -> None:
         self.loaded, self.config, self.model = loaded, config, loaded.backbone
         for name in ("max_batch", "page_size", "queue", "prefill"):
@@ -106,20 +113,60 @@ class Engine:
         self.pages = Pages(self.model, count, page_size)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        self.batches: dict[Kind, RequestBatch] = {}
+        self.batches: dict[Method, Places] = {}
         self.flagged: deque[Sequence] = deque()  # to be cancelled
-        self._current: Kind | None = None  # the batch that is being changed
+        self._current: Method | None = None  # the batch that is being changed
         self._news = threading.Condition(threading.Lock())
         self._stepper = 0  # the thread that steps; guarded by `_news`, like what is appended to `waiting`
         self._number = 0
-        self._programs: dict[tuple[Any, ...], Program] = {}
         self._table_pages = min(self.pages.count, needed)
+        self._stop_ids = set(loaded.tokenizer.stop_ids)
         self._explained = not config.on_device or not self.model.embed_tokens.weight.is_cuda
-        made = machine or functools.partial(_packed_model, int8=config.int8)
-        whole = size <= MOST_BLOCK and size & (size - 1) == 0  # blocks that the kernels are made for
-        self._machine = made(self.model, self.pages) if config.on_device and whole else None
-        if self._machine is None:
-            self._explain(_why_plain(self.model, size))
+        self._made, self._packed = backend, None if backend else self._packed_model()
+
+    def _packed_model(self) -> ForwardBackend | None:
+        """The kernels of decoding, where they are made for the model; elsewhere the model does its forwards itself."""
+        weight, size = self.model.embed_tokens.weight, self.loaded.method.block_size
+        if not self.config.on_device or not weight.is_cuda:
+            return None
+        if weight.dtype != torch.bfloat16:
+            why = f"the weights are {str(weight.dtype).removeprefix('torch.')}; the kernels need bfloat16"
+        elif size > MOST_BLOCK or size & (size - 1):
+            why = f"blocks have {size} tokens; the kernels need a power of two, at most {MOST_BLOCK}"
+        else:
+            from freda.decode import packed
+
+            if packed.fits(self.model):
+                return packed.PackedModel(self.model, self.pages, int8=self.config.int8)
+            why = "the model's shape is not one that the kernels are made for"
+        self._explain(why)
+        return None
+
+    def _backend(self, method: Method) -> ForwardBackend:
+        """What makes the forwards of a method."""
+        if self._made is not None:
+            return self._made(self.loaded.parts, method, self.pages)
+        if self._packed is not None:
+            reason = method.off_device(self.loaded.parts)
+            if not reason:
+                return self._packed
+            self._explain(reason)
+        return PlainModel(self.loaded.parts, method, self.pages)
+
+    @property
+    def passes(self) -> int:
+        """Passes that were started so far."""
+        return sum(places.passes for places in self.batches.values())
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the host has waited for the device so far."""
+        return sum(places.waited for places in self.batches.values())
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the kernels are used."""
+        return self._packed is not None
 
     @property
     def busy(self) -> bool:
@@ -127,19 +174,19 @@ class Engine:
         self._sweep()
         return bool(self.waiting or self.running)
 
-    def submit(self, request: Request) -> Handle:
-        """Queue a request. One that can never run is refused at once; `QueueFull` means: try again later."""
+    def submit(self, request: Request, ended: deque[int] | None = None) -> Handle:
+        """Queue a request. One that can never run is refused at once; `QueueFull` means: try again later.
+
+        When it has ended, its number is appended to `ended`.
+        """
         method = self.check(request)
-        reason = method.off_device(self.loaded.parts, request)
-        if self._machine is not None and reason:
-            self._explain(f"a request needs the plain path: {reason}")
-        kind = (method, self._machine is not None and not reason and not request.watch)
         with self._news:
             if len(self.waiting) >= self.config.queue:
                 full = f"{len(self.waiting)} requests are waiting, as many as the queue holds"
                 raise QueueFull(f"{full}; try again later")
             self._number += 1
-            sequence = Sequence(self._number, request, method.layout.block, kind, self.loaded.tokenizer.decode)
+            decode = self.loaded.tokenizer.decode
+            sequence = Sequence(self._number, request, method.layout.block, method, decode, ended)
             handle = Handle(self, sequence)
             self.waiting.append(sequence)
         self._sweep()
@@ -167,29 +214,37 @@ class Engine:
 
         A request that is refused has finish "error". Ending the iteration early cancels what is left.
         """
-        handles: dict[int, Handle] = {}
+        handles: dict[int, tuple[int, Handle]] = {}
+        ended: deque[int] = deque()
         numbered = enumerate(requests)
         following = next(numbered, None)
         try:
             while following or handles:
-                while following and len(handles) < 2 * self.config.max_batch and (handle := self._offer(following[1])):
-                    handles[following[0]] = handle
+                while following and len(handles) < 2 * self.config.max_batch:
+                    handle = self._offer(following[1], ended)
+                    if handle is None:
+                        break
+                    handles[handle.number] = (following[0], handle)
                     following = next(numbered, None)
-                self.step(lambda: any(handle.finished for handle in handles.values()))
-                for index in [index for index, handle in handles.items() if handle.finished]:
-                    yield index, handles.pop(index).result()
+                if not ended:
+                    self.step(lambda: bool(ended))
+                while ended:
+                    index, handle = handles.pop(ended.popleft())
+                    yield index, handle.result()
         finally:
-            for handle in handles.values():
+            for _, handle in handles.values():
                 handle.cancel()
 
-    def _offer(self, request: Request) -> Handle | None:
+    def _offer(self, request: Request, ended: deque[int]) -> Handle | None:
         """Submit a request; one that is refused has finished with an error. None if the queue is full."""
         try:
-            return self.submit(request)
+            return self.submit(request, ended)
         except QueueFull:
             return None
         except FredaError as error:
-            refused = Sequence(0, request, 1)
+            with self._news:
+                self._number += 1
+                refused = Sequence(self._number, request, 1, ended=ended)
             refused.end(Event([], "error", str(error)))
             return Handle(self, refused)
 
@@ -199,8 +254,15 @@ class Engine:
         return [outputs[index] for index in range(len(requests))]
 
     def admit(self) -> None:
-        """Admit what fits and bring it into the cache; a step without its passes, to be timed by itself."""
-        self._alone(self._admit, lambda: False)
+        """Admit what fits and bring it into the cache, without a pass: prefill, to be timed by itself."""
+
+        def work() -> None:
+            self._admit()
+            for places in self.batches.values():
+                while places.filling:
+                    self._start(places, passes=False)
+
+        self._alone(work, lambda: False)
 
     def step(self, done: Callable[[], bool] = lambda: False) -> None:
         """Admit what fits and make one pass over all that runs, or wait while another thread does so until `done`."""
@@ -265,8 +327,7 @@ class Engine:
                 continue
             if one.index in self.running:
                 self._current = one.kind
-                batch = self.batches[one.kind]
-                batch.leave({batch.sequences.index(one)})
+                self.batches[one.kind].remove(one)
             with contextlib.suppress(ValueError):  # it was running, or its submission was interrupted
                 self.waiting.remove(one)
             self._finish(one, Event([], "cancelled"))
@@ -278,7 +339,7 @@ class Engine:
         """
         if self._current is not None:
             self.batches.pop(self._current, None)
-        whole = {one.index for batch in self.batches.values() for one in batch.sequences}
+        whole = {one.index for places in self.batches.values() for one in places.texts if one is not None}
         for one in [one for one in self.running.values() if one.index not in whole]:
             del self.running[one.index]
             with contextlib.suppress(ValueError):
@@ -291,77 +352,76 @@ class Engine:
 
     def _step(self) -> None:
         self._admit()
-        for kind, batch in list(self.batches.items()):
-            if batch.sequences:
-                self._current = kind
-                self._pass(batch)
+        for method, places in list(self.batches.items()):
+            if len(places) or places.flights:
+                self._current = method
+                self._pass(places)
 
     def _admit(self) -> None:
-        """Move waiting requests in, as long as the first of them fits, and bring their prompts into the cache.
+        """Give waiting requests pages and a row, as long as the first of them fits.
 
         A request whose first pages are being computed for another waits for the next step, where they are known: sixty
         questions behind the same worked examples compute these once.
         """
-        new: dict[Kind, list[Sequence]] = {}
         coming: set[bytes] = set()
         while self.waiting and len(self.running) < self.config.max_batch:
             first = self.waiting[0]
             tokens = len(first.request.prompt) + first.request.max_new_tokens + first.size
-            stored = first.clean[: len(first.clean) - first.kind[0].layout.held]
-            begins = self.pages.first_unknown(stored, first.size)
-            reserved = None if begins in coming else self.pages.reserve(stored, tokens, first.size)
+            keys = self._keys(first, len(first.clean) - first.kind.layout.held)
+            begins = self.pages.first_unknown(keys)
+            reserved = None if begins in coming else self.pages.reserve(keys, tokens)
             if reserved is None:
                 break
             coming |= {begins} if begins else set()
             first.table, first.stored = reserved
             self.running[first.index] = first
             self.waiting.popleft()
-            new.setdefault(first.kind, []).append(first)
-        for kind, admitted in new.items():
-            self._current = kind
-            self._prefill(kind, admitted)
-        self._current = None
+            self._places(first.kind).add(first)
 
-    def _prefill(self, kind: Kind, admitted: list[Sequence]) -> None:
-        cache = PagedCache(self.pages, [one.table for one in admitted], [one.stored for one in admitted])
-        method, on_device = kind
-        batch = RequestBatch(self.loaded.parts, method, admitted, self.loaded.tokenizer.stop_ids, cache)
-        machine = self._machine if on_device else None
-        if machine is not None:
-            prefill(machine, cache, admitted, method.layout.block, method.layout.held, self.config.prefill)
-        batch.prefill(self.config.prefill)  # prompts with known pages, or all of them
-        for one in admitted:
-            self.pages.learn(one.table, one.clean[: one.stored], one.size)
-        running = self.batches.get(kind)
-        if running is not None and running.sequences:
-            assert isinstance(running.cache, PagedCache)
-            running.cache.join(cache)
-            running.join(batch)
-        elif machine is not None:
+    def _places(self, method: Method) -> Places:
+        """The rows of a method's requests."""
+        if method not in self.batches:
+            backend = self._backend(method)
             compiled = self.config.max_batch <= MOST_COMPILED
-            self.batches[kind] = DeviceBatch(batch, machine, self._programs, self._table_pages, compiled=compiled)
-        else:
-            self.batches[kind] = batch
+            size, stops = (self.config.max_batch, self._table_pages), self.loaded.tokenizer.stop_ids
+            self.batches[method] = Places(self.loaded.parts, method, backend, stops, size, compiled=compiled)
+        return self.batches[method]
 
-    def _pass(self, batch: RequestBatch) -> None:
-        """One pass over a batch; what it did for each request is filed with the request."""
-        closed, finished = batch.draft_pass(), set()
-        for one, seen in batch.passes():
-            one.mail.append(seen)
-        for row, ids in closed.items():
-            one = batch.sequences[row]
-            event = one.close_block(ids, batch.stop_ids)
+    def _pass(self, places: Places) -> None:
+        """Start a pass and read the one before; what it did for each request is filed with the request."""
+        started = self._start(places)
+        if not places.flights or (started and places.ahead and len(places.flights) < 2):
+            return
+        for one, seen, ids in places.read():
+            if seen is not None:
+                one.mail.append(seen)
+            if ids is None:
+                continue
+            event = one.close_block(ids, self._stop_ids)
             if event.finish:
-                finished.add(row)
+                places.remove(one)
                 self._finish(one, event)
             else:
                 one.mail.append(event)
-        batch.next_blocks(finished)
+
+    def _start(self, places: Places, *, passes: bool = True) -> bool:
+        """Start what comes next on the device; full pages of prompts that it fills can be shared from then on."""
+        filled, started = places.start(self.config.prefill, passes=passes)
+        for one in filled:
+            self.pages.learn(one.table, self._keys(one, one.stored))
+        return started
+
+    def _keys(self, one: Sequence, stored: int) -> list[bytes]:
+        """The keys of the full pages among the first `stored` tokens of a request's text."""
+        size = self.pages.page_size
+        if len(one.keys) < stored // size:
+            one.keys = page_keys(one.clean[:stored], size, one.size, one.keys)
+        return one.keys[: stored // size]
 
     def _finish(self, one: Sequence, event: Event) -> None:
         """Free the pages of a request, and file its last event and its output; full pages are remembered."""
         if one.table:
-            self.pages.learn(one.table, one.clean[: one.stored], one.size)
+            self.pages.learn(one.table, self._keys(one, one.stored))
             self.pages.release(one.table)
             one.table = []
         self.running.pop(one.index, None)
@@ -372,23 +432,3 @@ class Engine:
         if not self._explained:
             self._explained = True
             note(f"decoding without the GPU kernels: {why}")
-
-
-def _why_plain(model: Transformer, size: int) -> str:
-    """Why the kernels are not used for a model."""
-    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
-    if dtype != "bfloat16":
-        return f"the weights are {dtype}; the kernels need bfloat16"
-    if size > MOST_BLOCK or size & (size - 1):
-        return f"blocks have {size} tokens; the kernels need a power of two, at most {MOST_BLOCK}"
-    return "the model's shape is not one that the kernels are made for"
-
-
-def _packed_model(model: Transformer, pages: Pages, *, int8: bool) -> ForwardBackend | None:
-    """The kernels of decoding, where they are made for the model; elsewhere the model does its forwards itself."""
-    weight = model.embed_tokens.weight
-    if not weight.is_cuda or weight.dtype != torch.bfloat16:
-        return None
-    from freda.decode import packed
-
-    return packed.PackedModel(model, pages, int8=int8) if packed.fits(model) else None

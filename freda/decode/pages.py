@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
 
 MOST_TOKENS = 65_536  # on a CPU, unless the number of pages is given
+PIECE_TILE = 32  # tokens of a prompt that attention looks at together
 FREE_PART = 0.8  # of a GPU's free memory, at most; prompts and graphs need the rest
 
 
@@ -65,16 +66,15 @@ class Pages:
         """Pages of a text of so many tokens."""
         return -(-tokens // self.page_size)
 
-    def first_unknown(self, text: Sequence[int], block_size: int) -> bytes | None:
-        """The hash up to the end of the first full page of a text that is not stored; None if all are."""
-        return next((key for key in _keys(text, self.page_size, block_size) if key not in self._known), None)
+    def first_unknown(self, keys: Sequence[bytes]) -> bytes | None:
+        """The first of a text's `page_keys` whose page is not stored; None if all are."""
+        return next((key for key in keys if key not in self._known), None)
 
-    def reserve(self, text: Sequence[int], tokens: int, block_size: int) -> tuple[list[int], int] | None:
-        """Pages for `tokens` tokens that begin with `text`, and how many of these are stored there already.
+    def reserve(self, keys: Sequence[bytes], tokens: int) -> tuple[list[int], int] | None:
+        """Pages for `tokens` tokens of a text with these `page_keys`, and how many tokens are stored there already.
 
         None if there are not enough pages now.
         """
-        keys = _keys(text, self.page_size, block_size)
         shared = [self._known[key] for key in itertools.takewhile(self._known.__contains__, keys)]
         missing = self.needed(tokens) - len(shared)
         if missing > self.available - sum(page in self._unused for page in shared):
@@ -94,12 +94,10 @@ class Pages:
         self._users[page] = 1
         return page
 
-    def learn(self, table: Sequence[int], text: Sequence[int], block_size: int) -> None:
-        """Remember the pages of a table that are full of stored text, for requests that begin like it."""
-        key, size = _first_key(block_size), self.page_size
-        for number, page in zip(range(len(text) // size), table, strict=False):
-            key = self._hash.get(page) or _next_key(key, text[number * size : (number + 1) * size])
-            if key not in self._known:
+    def learn(self, table: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Remember the first pages of a table, which are full of a text with these `page_keys`."""
+        for key, page in zip(keys, table, strict=False):
+            if key not in self._known and page not in self._hash:
                 self._known[key], self._hash[page] = page, key
 
     def restore(self, tables: Sequence[Sequence[int]]) -> None:
@@ -120,34 +118,34 @@ class Pages:
                     self._free.append(page)
 
 
-def _keys(text: Sequence[int], page_size: int, block_size: int) -> Iterator[bytes]:
-    """The hash of a text up to the end of each of its full pages."""
-    key = _first_key(block_size)
-    for end in range(page_size, len(text) + 1, page_size):
-        key = _next_key(key, text[end - page_size : end])
-        yield key
-
-
-def _first_key(block_size: int) -> bytes:
-    return block_size.to_bytes(4, "little")
-
-
-def _next_key(key: bytes, page: Sequence[int]) -> bytes:
-    """The hash of a text up to the end of a page, from that up to its beginning."""
-    return hashlib.blake2b(key + array("q", page).tobytes(), digest_size=16).digest()
+def page_keys(text: Sequence[int], page_size: int, block_size: int, known: Sequence[bytes] = ()) -> list[bytes]:
+    """The hash of a text up to the end of each of its full pages; `known` are the first of them."""
+    keys, step = list(known), 8 * page_size
+    rest = array("q", text[len(keys) * page_size :]).tobytes()
+    key = keys[-1] if keys else block_size.to_bytes(4, "little")
+    for begin in range(0, len(rest) - step + 1, step):
+        key = hashlib.blake2b(key + rest[begin : begin + step], digest_size=16).digest()
+        keys.append(key)
+    return keys
 
 
 class ForwardShape(NamedTuple):
-    """The new tokens of each request in a forward: a block to commit, and drafts of the next."""
+    """The tokens of a decoding forward: blocks of requests, packed."""
 
-    commit: int  # places for a block to commit: 0 or the block size
-    block: int
-    drafts: int
+    rows: int  # requests, R
+    block: int  # tokens of a block, B
+    blocks: int  # most blocks of one request, J: number 0 is to be committed, the others are drafts
+    packed: int  # blocks in the forward, P; R · J: every block has a place of its own
 
     @property
     def tokens(self) -> int:
-        """New tokens of one request."""
-        return self.commit + self.block * self.drafts
+        """Tokens of the forward."""
+        return self.packed * self.block
+
+    @property
+    def dense(self) -> bool:
+        """Whether every block of every request has a place of its own."""
+        return self.packed == self.rows * self.blocks
 
 
 class BlockTable(NamedTuple):
@@ -158,6 +156,18 @@ class BlockTable(NamedTuple):
     pending: Tensor  # (R,) int32: tokens that the next forward commits: a block or 0
 
 
+class Pieces(NamedTuple):
+    """Pieces of prompts to be stored, packed: whole blocks of any requests, each behind what is stored of it.
+
+    All are int32 on the device.
+    """
+
+    ids: Tensor  # (T,)
+    row: Tensor  # (T,): of the block table
+    position: Tensor  # (T,): place in the text; -1: padding
+    tiles: Tensor  # (n, 2): first token of at most PIECE_TILE tokens of one piece, and how many; 0: none
+
+
 class PagedCache:
     """The pages of one batch as a cache, a row for each request.
 
@@ -165,36 +175,12 @@ class PagedCache:
     length; unused slots belong to document -1, which no text sees.
     """
 
-    def __init__(self, pages: Pages, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        self.pages, self.tables = pages, [list(table) for table in tables]
-        device = pages.layers[0].keys.device
-        self.lengths = torch.tensor(list(lengths), dtype=torch.int64, device=device)  # (R,) tokens stored
-        self._tensors()
-
-    def _tensors(self) -> None:
-        """The tables as a tensor, (R, most pages), filled up with the spare page."""
-        most = max((len(table) for table in self.tables), default=0)
-        filled = [table + [self.pages.spare] * (most - len(table)) for table in self.tables]
-        self._table = torch.tensor(filled, dtype=torch.int64, device=self.lengths.device).view(len(filled), most)
-
-    def table(self, rows: int, pages: int) -> Tensor:
-        """The tables as the kernels take them, (rows, pages) int32, filled up with the spare page."""
-        here = self._table[:, :pages].int()
-        below, beside = rows - here.shape[0], pages - here.shape[1]
-        return torch.nn.functional.pad(here, (0, beside, 0, below), value=self.pages.spare)
-
-    def join(self, other: PagedCache) -> None:
-        """Take over the rows of another cache of the same pages."""
-        require(other.pages is self.pages, "caches of two storages cannot be joined")
-        self.tables += other.tables
-        self.lengths = torch.cat([self.lengths, other.lengths])
-        self._tensors()
+    def __init__(self, pages: Pages, table: Tensor, lengths: Tensor) -> None:
+        self.pages, self.table, self.lengths = pages, table.long(), lengths.long()  # (R, most pages), (R,) stored
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all sequences but `rows`; whoever reserved their pages releases them."""
-        self.tables = [self.tables[row] for row in rows.tolist()]
-        self.lengths = self.lengths[rows]
-        self._tensors()
+        """Drop all sequences but `rows`."""
+        self.table, self.lengths = self.table[rows], self.lengths[rows]
 
     @torch.no_grad()
     def write(self, new: Sequence[KeysValues], position: Tensor, real: Tensor) -> None:
@@ -203,7 +189,7 @@ class PagedCache:
             return
         size = self.pages.page_size
         number = torch.where(real, position, 0).long()
-        page = torch.where(real, self._table.gather(1, number // size), self.pages.spare)
+        page = torch.where(real, self.table.gather(1, number // size), self.pages.spare)
         for stored, fresh in zip(self.pages.layers, new, strict=True):
             for target, source in zip(stored, fresh, strict=True):
                 values = source[:, :, : position.shape[1]].transpose(1, 2).to(target.dtype)  # (R, W, Hkv, C)
@@ -213,7 +199,7 @@ class PagedCache:
     def past(self) -> list[KeysValues]:
         """Every layer's keys and values up to the longest text, each (R, Hkv, K, C)."""
         used = int(self.lengths.max())
-        table = self._table[:, : self.pages.needed(used)]
+        table = self.table[:, : self.pages.needed(used)]
 
         def gathered(stored: Tensor) -> Tensor:  # stored[table]: (R, pages, Hkv, page size, C)
             return stored[table].transpose(1, 2).flatten(2, 3)[:, :, :used]

@@ -90,10 +90,19 @@ Watch = abc.Callable[[Pass], None]
 class Sequence:
     """The progress of one request: its tokens, its pages, and the events that its reader has not seen yet.
 
-    `kind` names the batch of the engine that it belongs to. `decode` turns tokens into text, to find stop strings.
+    `kind` is the method that decodes it. `decode` turns tokens into text, to find stop strings.
+    `ended` collects the numbers of requests that have ended.
     """
 
-    def __init__(self, index: int, request: Request, size: int, kind: Any = None, decode: Decode | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        size: int,
+        kind: Any = None,
+        decode: Decode | None = None,
+        ended: deque[int] | None = None,
+    ) -> None:
         whole = len(request.prompt) // size * size
         self.index, self.request, self.size, self.kind = index, request, size, kind
         self.clean = list(request.prompt[:whole])  # committed tokens: whole blocks
@@ -102,9 +111,12 @@ class Sequence:
         self.new: list[int] = []
         self.nfe = 0
         self.table: list[int] = []  # its pages
+        self.keys: list[bytes] = []  # of the full pages of `clean`, as far as they were asked for
+        self.row = -1  # of the device, while it is running
         self.mail: deque[Event | Pass] = deque()
         self.output: Output | None = None
         self.begun = time.perf_counter()
+        self._ended = ended
         self._matcher = StopMatcher(decode, request.stop) if decode and request.stop else None
 
     def close_block(self, ids: list[int], stop_ids: abc.Set[int]) -> Event:
@@ -129,6 +141,8 @@ class Sequence:
         self.mail.append(event)
         seconds = time.perf_counter() - self.begun
         self.output = Output(self.new, self.nfe, event.finish, seconds, event.error)
+        if self._ended is not None:
+            self._ended.append(self.index)
 
 
 # -- stop strings ----------------------------------------------------------------------------------------------------

@@ -240,11 +240,11 @@ class BestOfN(Refining):
         )
         super().check(parts, request, prompt)
 
-    def off_device(self, parts: Parts, request: DecodeConfig) -> str:
-        """Why a request cannot be decoded by passes that stay on the GPU, or nothing."""
+    def off_device(self, parts: Parts) -> str:
+        """Why the GPU's decoding kernels cannot be used, or nothing."""
         if parts.scorer is not None and parts.scorer.last_layer is not None:
             return "the scorer has a last layer of its own"
-        return "it samples its candidates" if request.candidates == "sampled" else super().off_device(parts, request)
+        return super().off_device(parts)
 
     def limits(self, requests: Sequence[DecodeConfig]) -> Limits:
         """The most that these requests ask of a forward."""

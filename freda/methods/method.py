@@ -178,9 +178,9 @@ class Method:
         held = self.layout.held
         require(len(prompt) >= held, f"the prompt is empty; {self.name} decoding needs {held} token")
 
-    def off_device(self, parts: Parts, request: DecodeConfig) -> str:
-        """Why a request cannot be decoded by passes that stay on the GPU, or nothing."""
-        return "it samples its tokens" if request.temperature > 0 else ""
+    def off_device(self, parts: Parts) -> str:
+        """Why the GPU's decoding kernels cannot be used, or nothing."""
+        return ""
 
     def limits(self, requests: Sequence[DecodeConfig]) -> Limits:
         """The most that these requests ask of a forward."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.decode.config import DecodeConfig
 from freda.errors import require
 from freda.methods.draft import (
     CleanHalf,
@@ -85,9 +84,9 @@ class Refining(Method):
         committed = leftmost_run(draft.given | (prob >= rules.threshold[:, None]))
         return advance(draft, prediction._replace(ids=ids, prob=prob), committed, rules)
 
-    def off_device(self, parts: Parts, request: DecodeConfig) -> str:
-        """Why a request cannot be decoded by passes that stay on the GPU, or nothing."""
-        return "method.rescale is on" if self.rescale else super().off_device(parts, request)
+    def off_device(self, parts: Parts) -> str:
+        """Why the GPU's decoding kernels cannot be used, or nothing."""
+        return "method.rescale is on" if self.rescale else ""
 
     def blank_draft(self, backbone: Transformer, batch: Batch) -> Draft:
         """Blank blocks for all of packed rows, (N, B) with N = R·L/B."""

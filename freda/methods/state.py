@@ -33,8 +33,8 @@ class DecodeState(NamedTuple):
         """Positions of the drafts' tokens, (R, B)."""
         return self.begin[:, None] + torch.arange(self.draft.ids.shape[1], device=self.begin.device)
 
-    def rows(self, rows: Tensor) -> DecodeState:
-        """The state of the requests that `rows` names, in that order."""
+    def rows(self, rows: Tensor | slice) -> DecodeState:
+        """The state of the requests that `rows` names, in that order; of a slice, in the same memory."""
         return DecodeState(
             Draft(*(part[rows] for part in self.draft)),
             self.begin[rows],
@@ -69,33 +69,6 @@ def new_state(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, sto
     sampled, gumbel = row("candidates", torch.bool, "sampled"), row("select", torch.bool, "gumbel")
     search = Search(row("width", whole), row("swaps", whole), row("tau", real), sampled, gumbel, seed)
     return DecodeState(draft, begin, rules, sampling, search)
-
-
-def joined(first: DecodeState, second: DecodeState) -> DecodeState:
-    """The requests of two states."""
-
-    def both(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(pair) for pair in zip(one, other, strict=True)]
-
-    rules = both(first.rules[:2], second.rules[:2])
-    return DecodeState(
-        Draft(*both(first.draft, second.draft)),
-        torch.cat([first.begin, second.begin]),
-        Rules(rules[0], rules[1], first.rules.stop_ids),
-        Sampling(*both(first.sampling, second.sampling)),
-        Search(*both(first.search, second.search)),
-        _joined_probs(first, second),
-    )
-
-
-def _joined_probs(first: DecodeState, second: DecodeState) -> Tensor | None:
-    """Requests without probabilities have had no pass yet, and nothing is sampled for them: any numbers will do."""
-    known = next((state.probs for state in (first, second) if state.probs is not None), None)
-    if known is None:
-        return None
-    missing = (known.new_zeros(len(state.begin), *known.shape[1:]) for state in (first, second))
-    pairs = zip((first.probs, second.probs), missing, strict=True)
-    return torch.cat([none if probs is None else probs for probs, none in pairs])
 
 
 def fresh_drafts(tails: Sequence[Sequence[int]], size: int, blank_id: int, device: torch.device) -> Draft:

@@ -1,0 +1,397 @@
+"""The requests of one method that run side by side: each has a row on the device, from its admission to its end.
+
+A step of the host brings pieces of prompts into the pages, writes the rows of requests that enter or leave, and starts a
+pass, all without waiting for the device; then it reads the report of the pass before. So the device always has work,
+and the host learns of a block one pass after it has closed. What a forward must have room for is then a guess: the host
+knows which requests will close a block for sure, and how often the others do. Who finds no room waits for the next
+pass, and nothing else changes (`device.laid_out`).
+
+On a CPU, and where the forwards are made by the Transformer itself, nothing is guessed: every report is read at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freda.decode.device import (
+    FLOATS,
+    WHOLE,
+    ForwardBackend,
+    Held,
+    Report,
+    captured,
+    changing,
+    enter,
+    new_held,
+    pass_of,
+    record_width,
+)
+from freda.decode.pages import PIECE_TILE, ForwardShape, Pieces
+from freda.decode.request import Pass
+from freda.decode.request import Sequence as Text
+from freda.methods.method import Method
+from freda.methods.state import Limits
+from freda.model.parts import Parts
+
+FEW_TOKENS = 64  # of a forward that waits for the weights, whose time does not depend on how many they are
+LONG = 1024  # tokens of a text from which on attention over few requests has another form
+MOST_PIECES = 64  # prompts in one forward
+RECORDS = 16  # rows that are written together
+
+
+Runs = tuple[Callable[[], Tensor | None], Sequence[Tensor]]  # a function, and what it changes that must be kept
+
+
+def rounded(count: int) -> int:
+    """The next of eight sizes between two powers of two: graphs are made for these."""
+    step = max(1, 1 << max(0, (count - 1).bit_length() - 4))
+    return -(-count // step) * step
+
+
+class Flight(NamedTuple):
+    """A pass that was started: who has a row in it, and how to wait for its report."""
+
+    texts: list[Text | None]
+    read: Callable[[], Report]
+
+
+class Happened(NamedTuple):
+    """What a pass did for a request."""
+
+    text: Text
+    seen: Pass | None  # the pass itself, if it is watched
+    ids: list[int] | None  # of the block that has closed; none of them: the probabilities are not finite
+
+
+class Places:
+    """Rows of the device for the requests of one method."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        method: Method,
+        backend: ForwardBackend,
+        stop_ids: Sequence[int],
+        size: tuple[int, int],
+        *,
+        compiled: bool = False,
+    ) -> None:
+        """`size`: how many requests, and pages of one."""
+        self.parts, self.method, self.backend, (self.count, self.table_pages) = parts, method, backend, size
+        self.block, self.slots = method.layout.block, method.layout.slots
+        self.texts: list[Text | None] = [None] * self.count
+        self.flights: deque[Flight] = deque()
+        self.passes, self.waited = 0, 0.0  # started so far; seconds spent waiting for reports
+        # One row more than there are places: what fills up a group of records is written there.
+        self._held = new_held(self.count + 1, self.table_pages, parts, self.block, stop_ids)
+        self.ahead = backend.graphs  # are reports read after the next pass has started?
+        self._pool = torch.cuda.graph_pool_handle() if self.ahead and parts.device.type == "cuda" else None
+        self._compiled = compiled and self._pool is not None
+        self._runs: dict[Any, Callable[[], Tensor | None]] = {}
+        self._staging = Staging(parts.device, fixed=self.ahead)
+        self._free = list(range(self.count))
+        self.filling: deque[Text] = deque()  # prompts that are not wholly in the pages
+        self._records: dict[int, list[int]] = {}  # rows to be written before the next pass
+        self._limits: Limits | None = None
+        zeros = np.zeros(self.count, dtype=np.int64)
+        self._live, self._flying, self._pending = (zeros.astype(bool) for _ in range(3))
+        self._done, self._most, self._left, self._width = (zeros.copy() for _ in range(4))
+        self._early = 0.0  # how many of the blocks that may close early do so
+        self._stalled = False  # whether somebody found no room in the last pass that was read
+
+    # -- coming and going --------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.count - len(self._free)
+
+    def add(self, text: Text) -> None:
+        """Give a request a row; its prompt is brought into its pages from the next step on."""
+        text.row = heapq.heappop(self._free)
+        self.texts[text.row] = text
+        self.filling.append(text)
+        self._limits = None
+
+    def remove(self, text: Text, *, known: bool = False) -> None:
+        """Take a request's row; `known`: the device has ended it."""
+        row = text.row
+        if text in self.filling:
+            self.filling.remove(text)
+        self.texts[row], self._live[row], self._flying[row], self._limits = None, False, False, None
+        heapq.heappush(self._free, row)
+        if not known:
+            self._records[row] = [row, *[0] * (record_width(self.block, self.table_pages) - 1)]
+
+    def _record(self, text: Text, *, real: bool) -> list[int]:
+        """A request's row, as `device.enter` takes it."""
+        asked, pending = text.request, text.clean[text.stored :] if real else []
+        begin, block = len(text.clean), self.block
+        found: dict[str, Any] = {name: getattr(asked, name, 0) for name in (*WHOLE, *FLOATS)}
+        found |= {"row": text.row, "real": real, "begin": begin, "stored": text.stored, "pending": len(pending)}
+        found |= {"tail": len(text.tail), "end": len(asked.prompt) + asked.max_new_tokens}
+        found |= {"sampled": asked.candidates == "sampled", "gumbel": asked.select == "gumbel"}
+        values = [int(found[name]) for name in WHOLE] + [
+            *struct.unpack("4q", struct.pack("4d", *(found[name] for name in FLOATS)))
+        ]
+        padded = [tokens + [0] * (block - len(tokens)) for tokens in (text.tail, pending)]
+        return [*values, *padded[0], *padded[1], *text.table, *[0] * (self.table_pages - len(text.table))]
+
+    def _begin(self, text: Text) -> None:
+        """All of a prompt is in the pages, or will be before the next pass: the request can run."""
+        row, asked = text.row, text.request
+        self._records[row] = self._record(text, real=True)
+        self._live[row], self._flying[row], self._pending[row] = True, False, text.stored < len(text.clean)
+        self._done[row], self._most[row] = 0, asked.passes if self.slots else 1
+        self._left[row] = len(text.tail) + asked.max_new_tokens
+        self._width[row] = asked.width
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def start(self, most: int, *, passes: bool = True) -> tuple[list[Text], bool]:
+        """Bring up to `most` tokens of prompts into the pages (beside running requests a quarter of them), write the
+        rows of those that enter or leave, and start a pass, unless all have ended by now.
+
+        Returns the requests whose prompts were brought in, and whether a pass was started.
+        """
+        pieces = self._pieces(most // 4 if passes and self._live.any() else most)
+        self._enter()
+        if pieces:
+            self._fill(pieces)
+        started = passes and self._worthwhile()
+        if started:
+            self._start_pass()
+        return [text for text, _, _ in pieces], started
+
+    def _pieces(self, most: int) -> list[tuple[Text, int, int]]:
+        """Which tokens of which prompts come next; in whole blocks, first come, first served."""
+        taken, room = list[tuple[Text, int, int]](), max(most, self.block)
+        while self.filling and room >= self.block and len(taken) < MOST_PIECES:
+            text = self.filling[0]
+            last = len(text.clean) - self.method.layout.held
+            end = min(last, text.stored + room // self.block * self.block)
+            if end > text.stored:
+                taken.append((text, text.stored, end))
+                room -= end - text.stored
+                text.stored = end
+            if end == last:
+                self.filling.popleft()
+                self._begin(text)
+            else:
+                self._records[text.row] = self._record(text, real=False)
+        return taken
+
+    def _enter(self) -> None:
+        """Write the rows of requests that enter or leave."""
+        records, self._records = list(self._records.values()), {}
+        for begin in range(0, len(records), RECORDS):
+            group = records[begin : begin + RECORDS]
+            staged = self._staging.given((RECORDS if self.ahead else len(group), len(group[0])), torch.int64)
+            numbers = staged.numpy()
+            numbers[: len(group)] = group
+            numbers[len(group) :] = 0
+            numbers[len(group) :, 0] = self.count  # the row that is nobody's
+            there = self._staging.sent(staged)
+            self._run_of("enter", lambda there=there: (lambda: self._written(there), []))()
+
+    def _written(self, records: Tensor) -> None:
+        enter(self._held, records, self.parts.backbone.blank_id)
+
+    def _fill(self, pieces: list[tuple[Text, int, int]]) -> None:
+        """Bring pieces of prompts into the pages."""
+        total = sum(end - begin for _, begin, end in pieces)
+        size = max(64, rounded(total)) if self.ahead else total
+        count = size // PIECE_TILE + (MOST_PIECES if self.ahead else len(pieces))
+        staged = self._staging.given((3 * size + 2 * count,), torch.int32)
+        numbers = staged.numpy()
+        numbers[:] = 0
+        ids, rows, position = (numbers[part * size : (part + 1) * size] for part in range(3))
+        position[total:] = -1
+        at, tiles = 0, list[tuple[int, int]]()
+        for text, begin, end in pieces:
+            ids[at : at + end - begin] = text.clean[begin:end]
+            rows[at : at + end - begin] = text.row
+            position[at : at + end - begin] = np.arange(begin, end)
+            tiles += [(at + tile, min(PIECE_TILE, end - begin - tile)) for tile in range(0, end - begin, PIECE_TILE)]
+            at += end - begin
+        numbers[3 * size : 3 * size + 2 * len(tiles)] = np.array(tiles).ravel()
+        there = self._staging.sent(staged)
+
+        def made() -> Runs:
+            given = Pieces(*there[: 3 * size].view(3, size), there[3 * size :].view(count, 2))
+            buffers = self.backend.fill_buffers(size)
+            return lambda: self.backend.fill(given, self._held.texts.table, self.block, buffers), []
+
+        self._run_of(("fill", size), made)()
+
+    def _run_of(self, key: Any, made: Callable[[], Runs]) -> Callable[[], Tensor | None]:
+        """What is run again and again: as a graph, made once, or anew each time."""
+        if not self.ahead:
+            return made()[0]
+        if key not in self._runs:
+            run, changed = made()
+            self._runs[key] = run if self._pool is None else captured(run, changed, self._pool)
+        return self._runs[key]
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def _worthwhile(self) -> bool:
+        """Whether anything will be running in the next pass, as far as is known."""
+        ends = self._flying & (self._done + 1 >= self._most) & (self._left <= self.block)
+        return bool((self._live & ~ends).any())
+
+    def _start_pass(self) -> None:
+        limits = self._limits = self._limits or self.method.limits([text.request for text in self.texts if text])
+        top = 1 + int(np.flatnonzero(self._live)[-1])
+        shape = self._shape(top, limits)
+        long = shape.rows <= 8 and any(text is not None and len(text.clean) > LONG for text in self.texts)
+        kind = (shape, limits, long)
+
+        def made() -> Runs:
+            held = self._rows(shape.rows, limits)
+            run = pass_of(self.parts, self.backend, self.method, held, kind, compiled=self._compiled)
+            return run, changing(held)
+
+        report = self._run_of(kind, made)()
+        assert report is not None
+        arrived = self._staging.fetched(report[:top])
+        candidates = max(1, shape.blocks - 1)
+        self.flights.append(Flight(self.texts[:top], lambda: Report(arrived(), self.block, candidates)))
+        self._flying[:] = self._live
+        self.passes += 1
+
+    def _rows(self, count: int, limits: Limits) -> Held:
+        """The rows of a pass; where candidates are drawn from what passes predict, that is kept, too."""
+        state = self._held.state
+        if limits.draws and state.probs is None:
+            vocabulary = self.parts.backbone.blank_id
+            probs = torch.zeros(self.count + 1, self.block, vocabulary, device=self.parts.device)
+            self._held = self._held._replace(state=state._replace(probs=probs))
+        return self._held.rows(count, probs=limits.draws)
+
+    def _shape(self, top: int, limits: Limits) -> ForwardShape:
+        """The shape of the next forward. After one of which there is no report yet, it is partly a guess."""
+        live, flying = self._live, self._flying
+        closes = flying & (self._done + 1 >= self._most)
+        may = flying & ~closes
+        fresh = live & np.where(flying, closes, self._done == 0)
+        drafts = np.where(fresh, 1, self._width if limits.width > 1 else 1)[live]
+        several = self.slots > 0 and bool((drafts > 1).any())
+        blocks = 1 + (limits.width if several else 1) if self.slots else 1
+        rows = top if not self.ahead else min(self.count, 1 << (top - 1).bit_length())
+        if rows * blocks * self.block <= FEW_TOKENS and self.ahead:
+            return ForwardShape(rows, self.block, blocks, rows * blocks)
+        guess, spread = self._early * may.sum(), (self._early * (1 - self._early) * may.sum()) ** 0.5
+        commits = (live & ~flying & self._pending).sum() + (closes & (self._left > self.block)).sum()
+        commits += int(np.ceil(guess + 2 * spread))
+        needed = int(commits) + (int(drafts.sum()) if self.slots else 0)
+        most = rows * blocks
+        if not self.ahead or self._stalled:
+            return ForwardShape(rows, self.block, blocks, most)
+        return ForwardShape(rows, self.block, blocks, min(most, rounded(max(needed, rows // 2))))
+
+    def read(self) -> Iterator[Happened]:
+        """Wait for the oldest pass that was started; what it did for every request that has not ended since."""
+        flight = self.flights.popleft()
+        begun = time.perf_counter()
+        report = flight.read()
+        self.waited += time.perf_counter() - begun
+        self._learn(flight, report)
+        over = report.closed | ~report.finite
+        for row in np.flatnonzero(report.going):
+            text = flight.texts[row]
+            if text is None or text.output is not None:
+                continue
+            text.nfe += 1
+            text.stored = len(text.clean)
+            seen = self._seen(text, report, row) if text.request.watch else None
+            if over[row] or seen is not None:
+                ids = report.ids[row].tolist() if report.finite[row] else []
+                yield Happened(text, seen, ids if over[row] else None)
+
+    def _learn(self, flight: Flight, report: Report) -> None:
+        """What a report says about the rows, where they have not changed hands since."""
+        same = np.array([one is not None and one is now for one, now in zip(flight.texts, self.texts, strict=False)])
+        count = len(same)
+        went = same & report.going
+        self._stalled = bool((same & ~report.going).any())
+        may = went & (report.passes < self._most[:count])
+        if may.any():
+            self._early += 0.2 * ((report.closed & may).sum() / may.sum() - self._early)
+        self._done[:count][went] = np.where(report.closed, 0, report.passes)[went]
+        self._left[:count][went] -= (self.block * report.closed)[went]
+        self._pending[:count][went] = report.closed[went]
+        self._live[:count][went & report.ended] = False
+        if not self.flights:
+            self._flying[:] = False
+
+    def _seen(self, text: Text, report: Report, row: int) -> Pass:
+        """A pass of a watched request."""
+        count = int(report.valid[row, 0])
+        given = [place < len(text.tail) for place in range(self.block)]
+        cells = (
+            report.ids[row].tolist(),
+            report.prob[row].tolist(),
+            given,
+            [bool(one) for one in report.committed[row]],
+        )
+        about = (bool(report.closed[row]), report.candidates[row, :count].tolist(), report.scores[row, :count].tolist())
+        number = len(text.clean) // self.block
+        return Pass(text.index, number, int(report.passes[row]), *cells, *about, int(report.winner[row, 0]))
+
+
+class Staging:
+    """Memory from which small things are copied to the device and back without waiting; `fixed`: always to the same
+    memory of the device for the same shape, where graphs look for them."""
+
+    def __init__(self, device: torch.device, *, fixed: bool) -> None:
+        self._device, self._fixed = device, fixed
+        self._there: dict[Any, Tensor] = {}
+        self._free: dict[Any, deque[tuple[Tensor, Any]]] = {}
+
+    def given(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of the host to write to, which nothing is being copied from."""
+        ring = self._free.setdefault((shape, dtype), deque())
+        if self._device.type != "cuda" or len(ring) < 4:
+            return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+        memory, copied = ring.popleft()
+        copied.synchronize()
+        return memory
+
+    def _copied(self, memory: Tensor) -> Any:
+        """Remember memory of the host as used until what was started has ended; returns how to wait for that."""
+        if self._device.type != "cuda":
+            return None
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        self._free.setdefault((tuple(memory.shape), memory.dtype), deque()).append((memory, copied))
+        return copied
+
+    def sent(self, memory: Tensor) -> Tensor:
+        """The contents of what `given` gave, on the device."""
+        key = (tuple(memory.shape), memory.dtype)
+        if key not in self._there or not self._fixed:
+            self._there[key] = torch.empty(memory.shape, dtype=memory.dtype, device=self._device)
+        self._there[key].copy_(memory, non_blocking=True)
+        self._copied(memory)
+        return self._there[key]
+
+    def fetched(self, there: Tensor) -> Callable[[], Any]:
+        """Start copying to the host; the function that is returned waits for it, and gives an array."""
+        memory = self.given(tuple(there.shape), there.dtype)
+        memory.copy_(there, non_blocking=True)
+        copied = self._copied(memory)
+
+        def read() -> Any:
+            if copied is not None:
+                copied.synchronize()
+            return memory.numpy()
+
+        return read
