@@ -26,6 +26,7 @@ from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.data.shards import Documents, Manifest
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
+from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.plain import PlainModel
 from freda.decode.request import Request
@@ -162,6 +163,16 @@ class AheadModel(PlainModel):
     """Forwards by the Transformer, in the way of the kernels: packed, in memory that stays, one pass ahead."""
 
     graphs = True
+
+
+def use_ahead(patch: Any) -> None:
+    """Let every engine decode in the way of the kernels, unless it was asked not to."""
+
+    def backend(engine: Engine, method: Method) -> PlainModel:
+        kind = AheadModel if engine.config.on_device else PlainModel
+        return kind(engine.loaded.parts, method, engine.pages)
+
+    patch.setattr(Engine, "_backend", backend)
 
 
 class Letters(Tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from freda.decode.api import Completion, Model
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
+from freda.decode.plain import PlainModel
 from freda.decode.request import Pass, Request
 from freda.errors import FredaError
 from freda.folders.model_folder import load_model, save_model
 from freda.model.device import pick_dtype
 from freda.model.parts import Parts
-from tests.helpers import AheadModel, answering_model
+from tests.helpers import answering_model
 
 PROMPTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "", "a longer prompt that says nothing at all, but goes on"]
 
@@ -123,10 +125,11 @@ def test_an_engine_says_once_why_it_does_without_kernels(
         made = loaded._replace(parts=Parts(load_model(folder, dtype=dtype).backbone))
         Engine(made, EngineConfig(pages=8))
         assert words in capsys.readouterr().err
-    backend = Engine(loaded, EngineConfig(pages=8), AheadModel)
-    for _ in range(2):
-        backend.submit(Request(prompt=[1, 2], temperature=1.0, max_new_tokens=4))
-    assert capsys.readouterr().err.count("samples") == 1
+    monkeypatch.setattr(Engine, "_packed_model", lambda engine: object())
+    rescaled = replace(loaded.method, rescale=True)
+    engine = Engine(loaded._replace(method=rescaled), EngineConfig(pages=8))
+    assert isinstance(engine._backend(rescaled), PlainModel) and isinstance(engine._backend(rescaled), PlainModel)
+    assert capsys.readouterr().err.count("rescale") == 1
 
 
 def test_a_base_model_is_not_decoded_by_blocks_without_a_word(

@@ -10,7 +10,7 @@ import torch
 
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
-from freda.decode.pages import Pages, page_count
+from freda.decode.pages import Pages, page_count, page_keys
 from freda.decode.request import Event, Pass, QueueFull, Request
 from freda.errors import FredaError
 from tests.helpers import EOS, Letters, alone, mixed_settings, random_prompts, scored
@@ -97,7 +97,7 @@ def test_generated_text_is_remembered_too() -> None:
     asked = [Request(prompt=prompt[:4], max_new_tokens=30, threshold=2.0) for prompt in random_prompts(20)]
     found = zip(asked, engine.run(asked), strict=True)
     text = next([*r.prompt, *o.tokens] for r, o in found if len(r.prompt) == 4 and len(o.tokens) > 20)
-    reserved = engine.pages.reserve(text[:16], 24, 4)
+    reserved = engine.pages.reserve(page_keys(text[:16], 8, 4), 24)
     assert reserved is not None and reserved[1] == 16
     engine.pages.release(reserved[0])
     follow = Request(prompt=text[:18], max_new_tokens=6)
@@ -226,24 +226,24 @@ def test_damaged_weights_end_the_request_with_an_error() -> None:
 
 def test_pages_are_counted() -> None:
     pages = Pages(scored().backbone, 6, 8)
-    one = pages.reserve([1] * 16, 20, 4)
+    one = pages.reserve(page_keys([1] * 16, 8, 4), 20)
     assert one is not None and (len(one[0]), one[1], pages.available) == (3, 0, 3)
-    assert pages.reserve([2] * 8, 32, 4) is None, "four are not there"
-    pages.learn(one[0], [1] * 16, 4)
-    two = pages.reserve([1] * 17, 24, 4)
+    assert pages.reserve(page_keys([2] * 8, 8, 4), 32) is None, "four are not there"
+    pages.learn(one[0], page_keys([1] * 16, 8, 4))
+    two = pages.reserve(page_keys([1] * 17, 8, 4), 24)
     assert two is not None and two[0][:2] == one[0][:2] and two[1] == 16 and pages.available == 2
-    other = pages.reserve([1] * 16, 16, 1)
+    other = pages.reserve(page_keys([1] * 16, 8, 1), 16)
     assert other is not None and other[1] == 0, "another block size, another text"
     for table in (one, two, other):
         pages.release(table[0])
     assert pages.available == 6
-    again = pages.reserve([1] * 16, 16, 4)
+    again = pages.reserve(page_keys([1] * 16, 8, 4), 16)
     assert again is not None and again[1] == 16, "remembered though nobody used it"
     pages.release(again[0])
-    everything = pages.reserve([3] * 48, 48, 4)
+    everything = pages.reserve(page_keys([3] * 48, 8, 4), 48)
     assert everything is not None and everything[1] == 0
     pages.release(everything[0])
-    forgotten = pages.reserve([1] * 16, 16, 4)
+    forgotten = pages.reserve(page_keys([1] * 16, 8, 4), 16)
     assert forgotten is not None and forgotten[1] == 0
 
 

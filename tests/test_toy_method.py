@@ -40,7 +40,7 @@ from freda.train.config import RunConfig
 from freda.train.loop import Result
 from freda.train.plan import flops_as, plan_lines
 from tests.benchmarks import resize
-from tests.helpers import PlainBackend, alone, small_run
+from tests.helpers import alone, small_run, use_ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +214,7 @@ def test_it_is_planned_with_its_own_arithmetic(trained: tuple[Path, RunConfig, R
 def test_the_engine_decodes_it_as_the_reference_loop_does(
     loaded: LoadedModel, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = lambda network, pages, *, int8: PlainBackend(network, pages)  # noqa: E731
-    monkeypatch.setattr("freda.decode.engine._packed_model", backend)
+    use_ahead(monkeypatch)
     model = Model(loaded, EngineConfig(max_batch=2, on_device=on_device))
     asked = [*requests(), replace(requests()[0], method="self-refine"), replace(requests()[1], passes=1)]
     handles = [model.engine.submit(request) for request in asked]

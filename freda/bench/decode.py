@@ -21,7 +21,6 @@ from freda.bench import hugging_face
 from freda.bench.rates import about, copy_rate, kernel_times, longest_first, matmul_rate, now
 from freda.data.tokenizer import Tokenizer
 from freda.decode.config import EngineConfig
-from freda.decode.device import BUCKETS, LONG
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.request import Request
@@ -146,25 +145,11 @@ def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request
 
 
 def _warm_up(engine: Engine, case: Case) -> None:
-    """Run every shape of a forward once.
-
-    Where blocks close by confidence, texts end one after the other, and some begin a block while others do not: the
-    graphs for fewer requests and for such mixtures are made here and not while the clock runs.
-    """
-    loaded, size = engine.loaded, engine.loaded.method.block_size
-    few = replace(case, new_tokens=min(case.new_tokens, 3 * size), threshold=NEVER)
-    contexts = [case.context]
-    if case.context <= LONG < case.context + case.new_tokens:  # attention changes its form on the way
-        contexts.append(min(case.context + case.new_tokens - few.new_tokens, LONG + size))
-    for context in contexts:
-        engine.run(_requests(loaded, replace(few, context=context), seed=0))
-        if case.threshold > 1:
-            continue
-        short = context if context > LONG else min(context, size)
-        for count in (*(bucket for bucket in BUCKETS if bucket < case.batch), case.batch):
-            some = _requests(loaded, replace(few, batch=count, context=short), seed=0)
-            engine.run(some)
-            engine.run([replace(request, passes=1) if request.seed % 2 else request for request in some])
+    """Make every graph, and run every kernel once."""
+    requests = _requests(engine.loaded, case, seed=0)
+    engine.prepare(requests[0])
+    few = min(case.new_tokens, 3 * engine.loaded.method.block_size)
+    engine.run([replace(request, max_new_tokens=few) for request in requests])
 
 
 def _measured(
@@ -174,8 +159,7 @@ def _measured(
     _forget(loaded)
     engine = Engine(loaded, replace(config, max_batch=case.batch, max_length=case.context + case.new_tokens))
     _warm_up(engine, case)
-    on_device = any(kind[1] for kind in engine.batches)
-    int8 = on_device and config.int8
+    on_device, int8 = engine.on_device, engine.on_device and config.int8
     handles = [engine.submit(request) for request in _requests(loaded, case)]
     begun = now(loaded.parts.device)
     engine.admit()

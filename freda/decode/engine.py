@@ -165,8 +165,8 @@ class Engine:
 
     @property
     def on_device(self) -> bool:
-        """Whether the kernels are used."""
-        return self._packed is not None
+        """Whether any of the requests so far were decoded by the kernels."""
+        return any(places.ahead for places in self.batches.values())
 
     @property
     def busy(self) -> bool:
@@ -252,6 +252,12 @@ class Engine:
         """Run requests to their end; returns their outputs in order."""
         outputs = dict(self.completed(requests))
         return [outputs[index] for index in range(len(requests))]
+
+    def prepare(self, request: Request | None = None) -> None:
+        """Make all that requests like this one may need beforehand: on a GPU, graphs for every number of them."""
+        asked = request or Request(prompt=())
+        method = method_named(asked.method, self.loaded.method)
+        self._alone(lambda: self._places(method).prepare(asked, self.config.prefill), lambda: False)
 
     def admit(self) -> None:
         """Admit what fits and bring it into the cache, without a pass: prefill, to be timed by itself."""

@@ -11,6 +11,7 @@ On a CPU, and where the forwards are made by the Transformer itself, nothing is 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import struct
 import time
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from freda.decode.config import DecodeConfig
 from freda.decode.device import (
     FLOATS,
     WHOLE,
@@ -43,17 +45,17 @@ from freda.methods.state import Limits
 from freda.model.parts import Parts
 
 FEW_TOKENS = 64  # of a forward that waits for the weights, whose time does not depend on how many they are
-LONG = 1024  # tokens of a text from which on attention over few requests has another form
-MOST_PIECES = 64  # prompts in one forward
+FEW_ROWS, LONG = 8, 1024  # so few requests have another form of attention for texts of so many tokens
+MOST_PIECES, LEAST_FILL = 64, 64  # prompts in one forward; tokens, of which some may be padding
 RECORDS = 16  # rows that are written together
 
 
 Runs = tuple[Callable[[], Tensor | None], Sequence[Tensor]]  # a function, and what it changes that must be kept
 
 
-def rounded(count: int) -> int:
-    """The next of eight sizes between two powers of two: graphs are made for these."""
-    step = max(1, 1 << max(0, (count - 1).bit_length() - 4))
+def rounded(count: int, steps: int = 8) -> int:
+    """The next of so many sizes between two powers of two: graphs are made for these."""
+    step = max(1, (1 << (count - 1).bit_length()) // (2 * steps))
     return -(-count // step) * step
 
 
@@ -199,15 +201,13 @@ class Places:
             numbers[len(group) :] = 0
             numbers[len(group) :, 0] = self.count  # the row that is nobody's
             there = self._staging.sent(staged)
-            self._run_of("enter", lambda there=there: (lambda: self._written(there), []))()
+            held, blank = self._held, self.parts.backbone.blank_id
+            self._run_of("enter", lambda: (functools.partial(enter, held, there, blank), []))()  # noqa: B023
 
-    def _written(self, records: Tensor) -> None:
-        enter(self._held, records, self.parts.backbone.blank_id)
-
-    def _fill(self, pieces: list[tuple[Text, int, int]]) -> None:
+    def _fill(self, pieces: Sequence[tuple[Text, int, int]]) -> None:
         """Bring pieces of prompts into the pages."""
         total = sum(end - begin for _, begin, end in pieces)
-        size = max(64, rounded(total)) if self.ahead else total
+        size = max(LEAST_FILL, rounded(total, 4)) if self.ahead else total
         count = size // PIECE_TILE + (MOST_PIECES if self.ahead else len(pieces))
         staged = self._staging.given((3 * size + 2 * count,), torch.int32)
         numbers = staged.numpy()
@@ -216,20 +216,22 @@ class Places:
         position[total:] = -1
         at, tiles = 0, list[tuple[int, int]]()
         for text, begin, end in pieces:
-            ids[at : at + end - begin] = text.clean[begin:end]
-            rows[at : at + end - begin] = text.row
-            position[at : at + end - begin] = np.arange(begin, end)
+            here = slice(at, at + end - begin)
+            ids[here], rows[here], position[here] = text.clean[begin:end], text.row, np.arange(begin, end)
             tiles += [(at + tile, min(PIECE_TILE, end - begin - tile)) for tile in range(0, end - begin, PIECE_TILE)]
             at += end - begin
-        numbers[3 * size : 3 * size + 2 * len(tiles)] = np.array(tiles).ravel()
-        there = self._staging.sent(staged)
+        numbers[3 * size : 3 * size + 2 * len(tiles)] = np.ravel(tiles)
+        self._fill_of(size, self._staging.sent(staged))()
+
+    def _fill_of(self, size: int, there: Tensor) -> Callable[[], Tensor | None]:
+        """What brings in `size` tokens, given as `there`."""
 
         def made() -> Runs:
-            given = Pieces(*there[: 3 * size].view(3, size), there[3 * size :].view(count, 2))
+            given = Pieces(*there[: 3 * size].view(3, size).unbind(), there[3 * size :].view(-1, 2))
             buffers = self.backend.fill_buffers(size)
-            return lambda: self.backend.fill(given, self._held.texts.table, self.block, buffers), []
+            return functools.partial(self.backend.fill, given, self._held.texts.table, self.block, buffers), []
 
-        self._run_of(("fill", size), made)()
+        return self._run_of(("fill", size), made)
 
     def _run_of(self, key: Any, made: Callable[[], Runs]) -> Callable[[], Tensor | None]:
         """What is run again and again: as a graph, made once, or anew each time."""
@@ -239,6 +241,25 @@ class Places:
             run, changed = made()
             self._runs[key] = run if self._pool is None else captured(run, changed, self._pool)
         return self._runs[key]
+
+    def prepare(self, like: DecodeConfig, most: int) -> None:
+        """Make the graphs of all passes that requests like this one may need, and of prompts of all lengths."""
+        if not self.ahead:
+            return
+        limits, block = self.method.limits([like]), self.block
+        counts = {1, limits.width} if self.slots else {0}
+        for rows in sorted({min(self.count, 1 << power) for power in range(self.count.bit_length() + 1)}):
+            for blocks in (1 + drafts for drafts in counts):
+                whole = rows * blocks
+                sizes = {min(whole, rounded(size)) for size in range(max(1, rows // 2), whole + 1)}
+                for packed in {whole} if whole * block <= FEW_TOKENS else sizes:
+                    for long in {False, rows <= FEW_ROWS}:
+                        self._pass_of((ForwardShape(rows, block, blocks, packed), limits, long))
+        for size in {max(LEAST_FILL, rounded(size, 4)) for size in range(1, most + 1)}:
+            count = size // PIECE_TILE + MOST_PIECES
+            nothing = self._staging.given((3 * size + 2 * count,), torch.int32)
+            nothing[: 2 * size], nothing[2 * size : 3 * size], nothing[3 * size :] = 0, -1, 0
+            self._fill_of(size, self._staging.sent(nothing))
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -251,21 +272,24 @@ class Places:
         limits = self._limits = self._limits or self.method.limits([text.request for text in self.texts if text])
         top = 1 + int(np.flatnonzero(self._live)[-1])
         shape = self._shape(top, limits)
-        long = shape.rows <= 8 and any(text is not None and len(text.clean) > LONG for text in self.texts)
-        kind = (shape, limits, long)
+        long = shape.rows <= FEW_ROWS and any(text is not None and len(text.clean) > LONG for text in self.texts)
+        report = self._pass_of((shape, limits, long))()
+        assert report is not None
+        arrived = self._staging.fetched(report[:top])
+        block, candidates = self.block, max(1, shape.blocks - 1)
+        self.flights.append(Flight(self.texts[:top], lambda: Report(arrived(), block, candidates)))
+        self._flying[:] = self._live
+        self.passes += 1
+
+    def _pass_of(self, kind: tuple[ForwardShape, Limits, bool]) -> Callable[[], Tensor | None]:
+        """What makes a pass of this kind."""
 
         def made() -> Runs:
-            held = self._rows(shape.rows, limits)
+            held = self._rows(kind[0].rows, kind[1])
             run = pass_of(self.parts, self.backend, self.method, held, kind, compiled=self._compiled)
             return run, changing(held)
 
-        report = self._run_of(kind, made)()
-        assert report is not None
-        arrived = self._staging.fetched(report[:top])
-        candidates = max(1, shape.blocks - 1)
-        self.flights.append(Flight(self.texts[:top], lambda: Report(arrived(), self.block, candidates)))
-        self._flying[:] = self._live
-        self.passes += 1
+        return self._run_of(kind, made)
 
     def _rows(self, count: int, limits: Limits) -> Held:
         """The rows of a pass; where candidates are drawn from what passes predict, that is kept, too."""
