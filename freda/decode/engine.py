@@ -70,6 +70,11 @@ class Handle:
         finally:
             self.cancel()
 
+    def take(self) -> list[Event | Pass]:
+        """The events filed since the last call; takes no step."""
+        mail = self._sequence.mail
+        return [mail.popleft() for _ in range(len(mail))]
+
     def result(self) -> Output:
         """Wait for the end of the request."""
         while self._sequence.output is None:
@@ -108,6 +113,8 @@ class Engine:
         self.running: dict[int, Sequence] = {}
         self.batches: dict[Kind, RequestBatch] = {}
         self.flagged: deque[Sequence] = deque()  # to be cancelled
+        self.passes = 0  # made over batches so far
+        self.waited = 0.0  # seconds that the host has waited for reports of the device
         self._current: Kind | None = None  # the batch that is being changed
         self._news = threading.Condition(threading.Lock())
         self._stepper = 0  # the thread that steps; guarded by `_news`, like what is appended to `waiting`
@@ -197,6 +204,9 @@ class Engine:
         """Run requests to their end; returns their outputs in order."""
         outputs = dict(self.completed(requests))
         return [outputs[index] for index in range(len(requests))]
+
+    def prepare(self) -> None:
+        """Make ready what would otherwise be made while requests run."""
 
     def admit(self) -> None:
         """Admit what fits and bring it into the cache; a step without its passes, to be timed by itself."""
@@ -346,6 +356,7 @@ class Engine:
     def _pass(self, batch: RequestBatch) -> None:
         """One pass over a batch; what it did for each request is filed with the request."""
         closed, finished = batch.draft_pass(), set()
+        self.passes += 1
         for one, seen in batch.passes():
             one.mail.append(seen)
         for row, ids in closed.items():
