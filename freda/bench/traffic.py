@@ -1,8 +1,7 @@
 """`freda bench decode --mixed` and `--arrivals`: requests of many lengths, at once or by and by.
 
-The share of the tokens per second of equal requests, all of the mean lengths, says what a mixture
-costs. Arrivals are a Poisson process. The time of a request begins when it arrives, and its reader
-sees a block after the step that has filed it.
+Equal requests, all of the mean lengths, show what a mixture costs. Arrivals are a Poisson process.
+The time of a request begins when it arrives; its reader sees a block after the step that filed it.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def parse_rate(text: str) -> Rate:
 
 
 def arrival_times(count: int, rate: float) -> list[float]:
-    """When requests arrive, in seconds from the start."""
-    draw = random.Random(SEED)
+    """When requests arrive, in seconds from the start; drawn independently of their lengths."""
+    draw = random.Random(SEED + 1)
     return list(itertools.accumulate(draw.expovariate(rate) for _ in range(count)))
 
 
@@ -112,8 +111,7 @@ def _rows(loaded: LoadedModel, load: Traffic, config: EngineConfig) -> list[dict
 class Run:
     """Sends requests to an engine as they arrive, and reads their blocks.
 
-    One that arrives at a full queue is refused. Without `arrivals`, all are there at the start and
-    wait for the queue.
+    A full queue refuses them. Without `arrivals` all are there at the start and wait for the queue.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], arrivals: Sequence[float] = ()) -> None:
@@ -139,6 +137,7 @@ class Run:
         self.seconds = time.perf_counter() - begun
 
     def _submit(self, moment: float) -> None:
+        """Submit what has arrived by this moment."""
         while self.coming and self.coming[0][0] <= moment:
             arrived, request = self.coming[0]
             try:
@@ -151,6 +150,7 @@ class Run:
         self.longest_queue = max(self.longest_queue, len(self.engine.waiting))
 
     def _read(self, moment: float) -> None:
+        """Take what has been filed by this moment."""
         for handle, times in self.reading.items():
             for event in handle.take():
                 assert isinstance(event, Event)  # no request is watched
@@ -188,7 +188,7 @@ def _row(what: str, load: Traffic, run: Run) -> dict[str, Any]:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    """In ms; empty where there is nothing."""
+    """The median and the 99th percentile, in ms; empty where there is nothing."""
     if not seconds:
         return {}
     median, p99 = 1e3 * np.percentile(seconds, (50, 99))

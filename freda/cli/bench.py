@@ -82,20 +82,15 @@ def bench_decode(
         float, Option(help="Probability that commits a token, for a trained model; above 1: all passes are made.")
     ] = 2.0,
     method: Annotated[str, Option(help="How to decode.")] = "self-refine",
-    compare: Annotated[
-        bool,
-        Option(
-            "--compare", help="Add autoregressive decoding, by the engine and by Hugging Face, and the reference loop."
-        ),
-    ] = False,
+    compare: Annotated[bool, Option("--compare", help="Add other decoders of the same weights and prompts.")] = False,
     plain: Annotated[bool, Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
     int8: Annotated[bool, Option("--int8", help="Weights as int8, where the kernels have few tokens.")] = False,
     profile: Annotated[bool, Option("--profile", help="Add the time of every kernel in a forward.")] = False,
-    mixed: Annotated[bool, Option("--mixed", help="Requests of equal, then of mixed lengths, 3 per place.")] = False,
+    mixed: Annotated[bool, Option("--mixed", help="3 requests per place: of equal, then of mixed lengths.")] = False,
     prompts: Annotated[str, Option(help="With --mixed: tokens of a prompt, drawn uniformly.")] = "64-1024",
     answers: Annotated[str, Option(help="With --mixed: tokens of an answer, drawn uniformly.")] = "16-512",
     arrivals: Annotated[
-        list[str], Option(help="Then let them arrive: requests/s, or 70% of what --mixed reached; may be repeated.")
+        list[str], Option(help="Then let them arrive: so many a second, or 70% of --mixed's; may be repeated.")
     ] = [],  # noqa: B006
     device: Device = "auto",
     dtype: Dtype = "auto",
