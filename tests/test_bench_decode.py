@@ -30,10 +30,6 @@ pytestmark = pytest.mark.usefixtures("rates_once")
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
 
 
-def plain_machine(model: Transformer, pages: Pages, *, int8: bool) -> AheadModel:
-    return AheadModel(model, pages)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = answering_model(["Tom has 12 apples and buys 7 more.\n"] * 3, 280, seed=3)
@@ -74,7 +70,7 @@ def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_the_table_names_the_engine(
     plain: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine, "_packed_model", plain_machine)  # what a GPU has kernels for
+    use_ahead(monkeypatch)  # what a GPU has kernels for
     command = ["bench", "decode", "tiny", "--context", "8", "--new-tokens", "8", "--device", "cpu"]
     assert run([*command, *["--plain"] * plain]) == 0
     shown = capsys.readouterr().out
@@ -133,7 +129,7 @@ def test_kernels_of_a_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_int8_weights_count_a_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "_packed_model", plain_machine)
+    use_ahead(monkeypatch)
     shares = []
     for option in ([], ["--int8"]):
         out = tmp_path / f"bench{len(option)}.json"
@@ -176,7 +172,7 @@ def test_no_graph_is_made_while_the_clock_runs(method: str, long: int, monkeypat
     monkeypatch.setattr(device, "LONG", long)
     monkeypatch.setattr(decode, "LONG", long)
     made, warm, build, warm_up = [], [], Program._plain, decode._warm_up
-    monkeypatch.setattr(engine, "_packed_model", plain_machine)
+    use_ahead(monkeypatch)
     monkeypatch.setattr(Program, "_plain", lambda program, *form: (made.append(form), build(program, *form))[1])
     monkeypatch.setattr(decode, "_warm_up", lambda *given: (warm_up(*given), warm.append(len(made))))
     case = decode.Case(batch=7, context=9, new_tokens=30, passes=3, threshold=0.3, method=method)

@@ -85,12 +85,8 @@ def bench_decode(
     dtype: str = "auto",
 ) -> dict[str, Any]:
     """Measure a shape or a model folder in cases of one method, passes and threshold; returns what the table shows."""
-    place, first = pick_device(device), sizes[0]
-    precision = pick_dtype(dtype, place)
-    require(first.method in METHODS, f"there is no method {first.method!r}; use one of {', '.join(METHODS)}")
-    loaded = _model(model, place, precision, METHODS[first.method]())
-    limits = Limits(copy_rate(place), matmul_rate(place, precision))
-    note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
+    first = sizes[0]
+    loaded, limits, about_run = opened(model, first.method, device, dtype)
     methods = dict.fromkeys([first.method, *["autoregressive"] * compare])
     cases = [replace(case, method=name) for name in methods for case in sizes]
     rows = [_measured(loaded, case, limits, engine, profile=profile) for case in cases]
@@ -98,17 +94,31 @@ def bench_decode(
         rows += _hugging_face(loaded, sizes, limits)
         rows += [_one_by_one(loaded, case) for case in sizes]
     return {
-        **about(place),
+        **about_run,
         **({"transformers": hugging_face.version()} if compare else {}),
-        "model": model,
-        "dtype": str(precision).removeprefix("torch."),
         "passes": first.passes,
         "threshold": first.threshold,
+        "rows": rows,
+    }
+
+
+def opened(model: str, method: str, device: str, dtype: str) -> tuple[LoadedModel, Limits, dict[str, Any]]:
+    """A shape or a model folder, the rates of the device, and what a report says about both."""
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    require(method in METHODS, f"there is no method {method!r}; use one of {', '.join(METHODS)}")
+    loaded = _model(model, place, precision, METHODS[method]())
+    limits = Limits(copy_rate(place), matmul_rate(place, precision))
+    note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
+    about_run = {
+        **about(place),
+        "model": model,
+        "dtype": str(precision).removeprefix("torch."),
         "parameters": sum(weight.numel() for weight in loaded.backbone.parameters()),
         "copy_tb": limits.copy / 1e12,
         "matmul_tflops": limits.matmul / 1e12,
-        "rows": rows,
     }
+    return loaded, limits, about_run
 
 
 def _model(name: str, device: torch.device, dtype: torch.dtype, method: Method) -> LoadedModel:
@@ -134,19 +144,22 @@ def random_parts(shape: ModelConfig, method: Method, device: torch.device, dtype
     return parts
 
 
-def _requests(loaded: LoadedModel, case: Case, *, seed: int = 1) -> list[Request]:
-    """Requests with different prompts, so that no pages are shared."""
-    generator = torch.Generator().manual_seed(seed)
-    texts = torch.randint(0, loaded.backbone.blank_id, (case.batch, case.context), generator=generator).tolist()
-    rules = Request(
-        prompt=(), passes=case.passes, threshold=case.threshold, method=case.method, max_new_tokens=case.new_tokens
-    )
-    return [replace(rules, prompt=text, seed=number) for number, text in enumerate(texts)]
+def random_requests(
+    loaded: LoadedModel, case: Case, *, seed: int = 1, lengths: Sequence[Sequence[int]] = ()
+) -> list[Request]:
+    """Requests with different prompts, so that no pages are shared; also with different `lengths`."""
+    generator, top = torch.Generator().manual_seed(seed), loaded.backbone.blank_id
+    rules = Request(prompt=(), passes=case.passes, threshold=case.threshold, method=case.method)
+    requests = []
+    for number, (prompt, answer) in enumerate(lengths or [(case.context, case.new_tokens)] * case.batch):
+        ids = torch.randint(0, top, (prompt,), generator=generator).tolist()
+        requests.append(replace(rules, prompt=ids, max_new_tokens=answer, seed=number))
+    return requests
 
 
 def _warm_up(engine: Engine, case: Case) -> None:
     """Make every graph, and run every kernel once."""
-    requests = _requests(engine.loaded, case, seed=0)
+    requests = random_requests(engine.loaded, case, seed=0)
     engine.prepare(requests[0])
     few = min(case.new_tokens, 3 * engine.loaded.method.block_size)
     engine.run([replace(request, max_new_tokens=few) for request in requests])
@@ -156,11 +169,11 @@ def _measured(
     loaded: LoadedModel, case: Case, limits: Limits, config: EngineConfig, *, profile: bool
 ) -> dict[str, Any]:
     """One row of the engine: the prefill, timed by itself, then steps until all requests are done."""
-    _forget(loaded)
+    forget(loaded)
     engine = Engine(loaded, replace(config, max_batch=case.batch, max_length=case.context + case.new_tokens))
     _warm_up(engine, case)
-    on_device, int8 = engine.on_device, engine.on_device and config.int8
-    handles = [engine.submit(request) for request in _requests(loaded, case)]
+    name, on_device, int8 = engine_name(engine)
+    handles = [engine.submit(request) for request in random_requests(loaded, case)]
     begun = now(loaded.parts.device)
     engine.admit()
     prefilled = now(loaded.parts.device)
@@ -171,7 +184,6 @@ def _measured(
     ended = now(loaded.parts.device)
     outputs = [handle.result() for handle in handles]
     tokens, nfe = sum(len(output.tokens) for output in outputs), sum(output.nfe for output in outputs)
-    name = f"engine with kernels and graphs{', int8' * int8}" if on_device else "plain engine"
     row = {
         **_start_of_row(f"{name}, {case.method}", case),
         "on_device": on_device,
@@ -183,10 +195,16 @@ def _measured(
     return {**row, "kernels": _kernels(engine, case)} if profile else row
 
 
+def engine_name(engine: Engine) -> tuple[str, bool, bool]:
+    """What ran the requests so far, in words; whether passes stayed on the device, and whether with int8 weights."""
+    on_device, int8 = engine.on_device, engine.on_device and engine.config.int8
+    return f"engine with kernels and graphs{', int8' * int8}" if on_device else "plain engine", on_device, int8
+
+
 def _kernels(engine: Engine, case: Case) -> list[dict[str, Any]]:
     """Microseconds of every kind of kernel in a forward over two blocks after the prefill, the longest first."""
     few = replace(case, new_tokens=min(case.new_tokens, 2 * engine.loaded.method.block_size))
-    handles = [engine.submit(request) for request in _requests(engine.loaded, few, seed=2)]
+    handles = [engine.submit(request) for request in random_requests(engine.loaded, few, seed=2)]
     engine.admit()
     forwards = 0
 
@@ -206,7 +224,7 @@ def _start_of_row(what: str, case: Case) -> dict[str, Any]:
 
 
 def _end_of_row(loaded: LoadedModel, tokens: int, nfe: int, seconds: float) -> dict[str, Any]:
-    """The columns of a row about all that was done; the peak of memory is that since `_forget`, weights included."""
+    """The columns of a row about all that was done; the peak of memory is that since `forget`, weights included."""
     memory = torch.cuda.max_memory_allocated() / 1e9 if loaded.parts.device.type == "cuda" else None
     note(f"{tokens / seconds:.1f} tokens/s with prefill")
     return {"tokens_per_s_with_prefill": tokens / seconds, "tpf": tokens / nfe, "memory_gb": memory}
@@ -244,9 +262,9 @@ def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits) ->
         return [_start_of_row(f"{what}: transformers is not installed", case) for case in cases]
     theirs, rows = hugging_face.borrowed(loaded.backbone), []
     for case in cases:
-        _forget(loaded)
+        forget(loaded)
         row = _start_of_row(what, case)
-        few, prompts = ([request.prompt for request in _requests(loaded, case, seed=seed)] for seed in (0, 1))
+        few, prompts = ([request.prompt for request in random_requests(loaded, case, seed=seed)] for seed in (0, 1))
         hugging_face.timed_generate(theirs, few, min(case.new_tokens, WARM_TOKENS))
         made = hugging_face.timed_generate(theirs, prompts, case.new_tokens)
         forwards, tokens = case.new_tokens - 1, sum(map(len, made.tokens))
@@ -259,9 +277,9 @@ def _hugging_face(loaded: LoadedModel, cases: Sequence[Case], limits: Limits) ->
 
 def _one_by_one(loaded: LoadedModel, case: Case) -> dict[str, Any]:
     """A row of the reference loop with its cache, one request at a time."""
-    _forget(loaded)
+    forget(loaded)
     row = _start_of_row(f"reference loop one by one, {case.method}", case)
-    requests, method = _requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.method, loaded.method)
+    requests, method = random_requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.method, loaded.method)
     begun = now(loaded.parts.device)
     made = [generate(loaded.parts, method, [request], stop_ids=loaded.tokenizer.stop_ids)[0] for request in requests]
     seconds = now(loaded.parts.device) - begun
@@ -269,7 +287,7 @@ def _one_by_one(loaded: LoadedModel, case: Case) -> dict[str, Any]:
     return row | {"forwards_per_s": nfe / seconds, **_end_of_row(loaded, tokens, nfe, seconds)}
 
 
-def _forget(loaded: LoadedModel) -> None:
+def forget(loaded: LoadedModel) -> None:
     """Free what the last row has left, so that the peak of memory is the next row's own."""
     gc.collect()
     if loaded.parts.device.type == "cuda":
@@ -289,21 +307,28 @@ COLUMNS = {  # of the table: from which value of a row, times what, and how it i
 }
 
 
-def table_lines(found: dict[str, Any]) -> list[str]:
-    """The printed table."""
+def heading(found: dict[str, Any]) -> str:
+    """The line above a table."""
     rule = f"{found['passes']} passes for every block"
     if found["threshold"] <= 1:
         rule = f"at most {found['passes']} passes for a block, which closes from probability {found['threshold']:g} on"
-    lines = [
+    return (
         f"{found['model']}, {_scaled(found['parameters'], 'M', 'B')} parameters, {found['dtype']}, {found['device']}: "
         f"copy {_scaled(1e9 * found['copy_tb'], 'GB/s', 'TB/s')}, "
-        f"matmul {_scaled(1e9 * found['matmul_tflops'], 'GFLOP/s', 'TFLOP/s')}; {rule}",
+        f"matmul {_scaled(1e9 * found['matmul_tflops'], 'GFLOP/s', 'TFLOP/s')}; {rule}"
+    )
+
+
+def table_lines(found: dict[str, Any]) -> list[str]:
+    """The printed table."""
+    lines = [
+        heading(found),
         "",
         f"| what | batch | context | {' | '.join(COLUMNS)} |",
         f"|---|---:|---:|{'---:|' * len(COLUMNS)}",
     ]
     for row in found["rows"]:
-        cells = [_cell(row.get(key), times, form) for key, times, form in COLUMNS.values()]
+        cells = [cell(row.get(key), times, form) for key, times, form in COLUMNS.values()]
         lines.append(f"| {' | '.join([row['what'], str(row['batch']), str(row['context']), *cells])} |")
     for row in found["rows"]:
         if "kernels" in row:
@@ -317,5 +342,6 @@ def _scaled(value: float, millions: str, billions: str) -> str:
     return f"{value / 1e9:.3f} {billions}" if value >= 1e9 else f"{value / 1e6:.3f} {millions}"
 
 
-def _cell(value: float | None, times: float, form: str) -> str:
+def cell(value: float | None, times: float, form: str) -> str:
+    """A number as the table shows it; a dash where there is none."""
     return "–" if value is None else format(times * value, form)

@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from freda.cli.app import Device, Dtype, Settings, app
 from freda.decode.config import EngineConfig
+from freda.errors import require
 from freda.files import write_whole
 
 bench = typer.Typer(help="Measure speed beside limits that are measured in the same run.", invoke_without_command=True)
@@ -66,7 +67,11 @@ def bench_train(
     _report(found, table_lines(found), out)
 
 
-@bench.command("decode", epilog="Example: **freda bench decode runs/demo/self-refine --batch 1 --batch 16 --compare**")
+@bench.command(
+    "decode",
+    epilog="Examples: **freda bench decode runs/demo/self-refine --batch 1 --batch 16 --compare**, "
+    "**freda bench decode qwen3-4b --batch 128 --mixed --arrivals 70% --out mixed.json**",
+)
 def bench_decode(
     model: Annotated[str, Argument(help="A model folder, or a shape with random weights, as qwen3-4b.")],
     batch: Annotated[list[int], Option(help="Requests side by side; may be repeated.")] = [1],  # noqa: B006
@@ -77,15 +82,16 @@ def bench_decode(
         float, Option(help="Probability that commits a token, for a trained model; above 1: all passes are made.")
     ] = 2.0,
     method: Annotated[str, Option(help="How to decode.")] = "self-refine",
-    compare: Annotated[
-        bool,
-        Option(
-            "--compare", help="Add autoregressive decoding, by the engine and by Hugging Face, and the reference loop."
-        ),
-    ] = False,
+    compare: Annotated[bool, Option("--compare", help="Add other decoders of the same weights and prompts.")] = False,
     plain: Annotated[bool, Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
     int8: Annotated[bool, Option("--int8", help="Weights as int8, where the kernels have few tokens.")] = False,
     profile: Annotated[bool, Option("--profile", help="Add the time of every kernel in a forward.")] = False,
+    mixed: Annotated[bool, Option("--mixed", help="3 requests per place: of equal, then of mixed lengths.")] = False,
+    prompts: Annotated[str, Option(help="With --mixed: tokens of a prompt, drawn uniformly.")] = "64-1024",
+    answers: Annotated[str, Option(help="With --mixed: tokens of an answer, drawn uniformly.")] = "16-512",
+    arrivals: Annotated[
+        list[str], Option(help="Then let them arrive: so many a second, or 70% of --mixed's; may be repeated.")
+    ] = [],  # noqa: B006
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Annotated[Path | None, Option(help="Also write all numbers here, as JSON.")] = None,
@@ -94,8 +100,19 @@ def bench_decode(
     from freda.bench.decode import Case, table_lines
     from freda.bench.decode import bench_decode as measure
 
-    sizes = [Case(rows, tokens, new_tokens, passes, threshold, method) for rows in batch for tokens in context]
     engine = EngineConfig(on_device=not plain, int8=int8)
+    if mixed or arrivals:
+        from freda.bench import traffic
+
+        require(not profile, "--profile is for passes over equal requests; omit it, or omit --mixed and --arrivals")
+        spans = traffic.parse_span("--prompts", prompts), traffic.parse_span("--answers", answers)
+        rates = tuple(traffic.parse_rate(rate) for rate in arrivals)
+        rules = (spans[0][1], spans[1][1], passes, threshold, method)
+        loads = [traffic.Traffic(places, *rules, *spans, rates) for places in batch]
+        found = traffic.bench_traffic(model, loads, engine, compare=compare, device=device, dtype=dtype)
+        _report(found, traffic.table_lines(found), out)
+        return
+    sizes = [Case(rows, tokens, new_tokens, passes, threshold, method) for rows in batch for tokens in context]
     found = measure(model, sizes, engine, compare=compare, profile=profile, device=device, dtype=dtype)
     _report(found, table_lines(found), out)
 
