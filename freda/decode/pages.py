@@ -138,16 +138,22 @@ def _next_key(key: bytes, page: Sequence[int]) -> bytes:
 
 
 class ForwardShape(NamedTuple):
-    """The new tokens of each request in a forward: a block to commit, and drafts of the next."""
+    """The tokens of a decoding forward: blocks of requests, packed."""
 
-    commit: int  # places for a block to commit: 0 or the block size
-    block: int
-    drafts: int
+    rows: int  # requests, R
+    block: int  # tokens of a block, B
+    blocks: int  # most blocks of one request, J: number 0 is to be committed, the others are drafts of the next
+    packed: int  # blocks in the forward, P; with R · J of them, every block has its own place
 
     @property
     def tokens(self) -> int:
-        """New tokens of one request."""
-        return self.commit + self.block * self.drafts
+        """All tokens of the forward, M."""
+        return self.packed * self.block
+
+    @property
+    def dense(self) -> bool:
+        """Whether block j of request r is simply number r · J + j."""
+        return self.packed == self.rows * self.blocks
 
 
 class BlockTable(NamedTuple):
