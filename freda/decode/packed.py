@@ -3,7 +3,7 @@
 It is `Transformer.forward` over pages, for new tokens of the form that decoding has (`ForwardShape`), written into
 memory that is there beforehand, so that a CUDA graph can replay it. The parameters of the model become views of the
 packed weights: nothing is held twice. Up to 64 tokens go through the products of `kernels.skinny`, more through the
-library's.
+library's; so do prompts, whose keys and values `fill` computes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from freda.decode.kernels import pages, pick, rowwise, skinny
+from freda.decode.kernels import pages, pick, prompts, rowwise, skinny
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
-from freda.decode.pages import BlockTable, ForwardShape, Pages
+from freda.decode.pages import BlockTable, ForwardShape, Pages, Pieces
 from freda.folders import quantize
 from freda.methods.draft import Prediction
 from freda.model.config import ModelConfig
-from freda.model.staircase import attend_rows
 from freda.model.transformer import Attention, Layer, Transformer
 
 
@@ -61,6 +60,16 @@ class Buffers(NamedTuple):
     inner: Tensor  # (M, ffn)
     sums: skinny.Scratch
     attention: pages.Scratch
+
+
+class FillBuffers(NamedTuple):
+    """What a fill over T tokens writes to; padding leaves zeros."""
+
+    x: Tensor  # (T, D)
+    normed: Tensor  # (T, D)
+    q: Tensor  # (T, heads · width)
+    attended: Tensor  # (T, heads · width)
+    inner: Tensor  # (T, ffn)
 
 
 def fits(model: Transformer) -> bool:
@@ -205,21 +214,27 @@ class PackedModel:
             rowwise.gate(normed @ layer.gate_up.values.T, buffers.inner)
             rowwise.add_norm(x, buffers.inner @ layer.down.values.T, norm, eps, normed)
 
-    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
-        """Keys and values of whole prompts `ids` (R, L), from their first token on, into the pages that `table` names
-        (R, pages). L is whole blocks; padding is written too, to where nobody reads before it is written again."""
-        model, (rows, length) = self.model, ids.shape
-        heads, eps = self.layers[0].heads, model.config.norm_eps
-        x = model.embed_tokens(ids.flatten()).detach()
-        normed, inner = torch.empty_like(x), x.new_empty(len(x), len(self.layers[0].gate_up.values) // 2)
-        q, k, v = (x.new_empty(rows, length, count, heads.width) for count in (heads.heads, *(heads.kv_heads,) * 2))
+    def fill_buffers(self, tokens: int) -> FillBuffers:
+        """Memory for a `fill` over so many tokens."""
+        layer, like = self.layers[0], self.stacked.out
+        sizes = (like.shape[1], like.shape[1], like.shape[2], like.shape[2], len(layer.gate_up.values) // 2)
+        return FillBuffers(*(like.new_zeros(tokens, size) for size in sizes))
+
+    def fill(self, pieces: Pieces, table: Tensor, block_size: int, buffers: FillBuffers) -> None:
+        """Keys and values of pieces of prompts into the pages that `table` (rows, pages) int32 names.
+
+        A token sees what is stored of its request, and of the piece everything up to the end of its block. Nothing
+        depends on what is in the tensors, so a CUDA graph can replay it for other pieces.
+        """
+        (x, normed, q, attended, inner), eps = buffers, self.model.config.norm_eps
+        torch.index_select(self.model.embed_tokens.weight.detach(), 0, pieces.ids, out=x)
         rowwise.add_norm(x, None, self.layers[0].norms[0], eps, normed)
         for number, (layer, stored, norm) in enumerate(zip(self.layers, self.cache, self._following(), strict=True)):
-            rowwise.spread(normed @ layer.qkv.values.T, layer.heads, model.inv_freq, (q, k, v), stored, table)
+            shelves = (*stored, table)
+            prompts.spread(normed @ layer.qkv.values.T, pieces, layer.heads, self.model.inv_freq, shelves, q)
             if number == len(self.layers) - 1:
                 return  # nobody asks for what comes after the last keys and values
-            seen = attend_rows(q.transpose(1, 2), (k.transpose(1, 2), v.transpose(1, 2)), None, block_size)
-            attended = seen.transpose(1, 2).reshape(rows * length, -1)
+            prompts.attend(q, pieces, layer.heads, block_size, shelves, attended)
             rowwise.add_norm(x, attended @ layer.out.values.T, layer.norms[1], eps, normed)
             rowwise.gate(normed @ layer.gate_up.values.T, inner)
             rowwise.add_norm(x, inner @ layer.down.values.T, norm, eps, normed)

@@ -23,6 +23,7 @@ from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
 
 MOST_TOKENS = 65_536  # on a CPU, unless the number of pages is given
+PIECE_TILE = 64  # tokens of a prompt whose attention is computed together
 FREE_PART = 0.8  # of a GPU's free memory, at most; prompts and graphs need the rest
 
 
@@ -162,6 +163,16 @@ class BlockTable(NamedTuple):
     table: Tensor  # (R, most pages) int32
     stored: Tensor  # (R,) int32: committed tokens in the pages
     pending: Tensor  # (R,) int32: tokens that the next forward commits: a block or 0
+
+
+class Pieces(NamedTuple):
+    """Pieces of prompts to be stored, packed: whole blocks of any requests, each behind what is stored of it. All are
+    int32 on the device."""
+
+    ids: Tensor  # (T,)
+    row: Tensor  # (T,) row of the block table
+    position: Tensor  # (T,) place in the text; -1: padding
+    tiles: Tensor  # (n, 2): first token of a tile of at most PIECE_TILE tokens of one piece, and how many; 0: none
 
 
 class PagedCache:

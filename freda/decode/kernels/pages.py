@@ -235,7 +235,7 @@ def _queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pages_of(TABLE, request, at, table_step, PAGE: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def pages_of(TABLE, request, at, table_step, PAGE: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The page of every token of a chunk. It does not wait for how long the text is: the table is filled up."""
     leaf = (at + tl.arange(0, CHUNK)) // PAGE
     return tl.load(TABLE + request * table_step + leaf, mask=leaf < table_step, other=0)
@@ -256,7 +256,7 @@ def _stored(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _with(scores, v, highest, total, mixed):  # type: ignore[no-untyped-def]
+def with_more(scores, v, highest, total, mixed):  # type: ignore[no-untyped-def]
     """What attention has summed up so far, and more keys: their scores, as exponents of two, and their values."""
     higher = tl.maximum(highest, tl.max(scores, 1))
     p = tl.exp2(scores - higher[:, None])
@@ -330,13 +330,13 @@ def _attend_whole(  # type: ignore[no-untyped-def]
     total, mixed = tl.sum(p, 1), tl.dot(p.to(KIND), nv, input_precision="ieee")
     factor = 1.4426950408889634 / tl.sqrt(C * 1.0)
     for at in tl.range(0, stored, CHUNK, num_stages=STAGES):
-        page = _pages_of(TABLE, request, at, table_step, PAGE, CHUNK)
+        page = pages_of(TABLE, request, at, table_step, PAGE, CHUNK)
         k1, k2, v = _stored(KEYS, VALUES, page, kv, at, stored, KV, HALF, PAGE, CHUNK)
         marks = (
             tl.dot(q1, tl.trans(k1), input_precision="ieee") + tl.dot(q2, tl.trans(k2), input_precision="ieee")
         ) * factor
         marks = tl.where((at + tl.arange(0, CHUNK) < stored)[None, :], marks, float("-inf"))
-        highest, total, mixed = _with(marks, v, highest, total, mixed)
+        highest, total, mixed = with_more(marks, v, highest, total, mixed)
     out = (spot * GROUP * KV + head)[:, None] * C + tl.arange(0, C)[None, :]
     tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
 
@@ -356,7 +356,7 @@ def _attend_parts(  # type: ignore[no-untyped-def]
     team, split = tl.program_id(0), tl.program_id(1)
     request, kv, token, head = _team(GROUP, SHARE, KV, BM)
     begin = tl.maximum(split - 1, 0) * CHUNK  # chunks are dealt out in turn
-    page = _pages_of(TABLE, request, begin, table_step, PAGE, CHUNK)
+    page = pages_of(TABLE, request, begin, table_step, PAGE, CHUNK)
     stored = tl.load(STORED + request)
     active = tl.minimum(tl.cdiv(stored, CHUNK), SPLITS)
     if split > active:
@@ -392,9 +392,9 @@ def _attend_parts(  # type: ignore[no-untyped-def]
                 tl.dot(q1, tl.trans(k1), input_precision="ieee") + tl.dot(q2, tl.trans(k2), input_precision="ieee")
             ) * factor
             scores = tl.where((at + tl.arange(0, CHUNK) < stored)[None, :], scores, float("-inf"))
-            highest, total, mixed = _with(scores, v, highest, total, mixed)
+            highest, total, mixed = with_more(scores, v, highest, total, mixed)
             after = at + SPLITS * CHUNK
-            page = _pages_of(TABLE, request, after, table_step, PAGE, CHUNK)
+            page = pages_of(TABLE, request, after, table_step, PAGE, CHUNK)
             k1, k2, v = _stored(KEYS, VALUES, page, kv, after, stored, KV, HALF, PAGE, CHUNK)
         tl.store(PART + slot[:, None] * C + whole[None, :], mixed / total[:, None])
         tl.store(LSE + slot, highest + tl.log2(total))
