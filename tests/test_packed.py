@@ -2,45 +2,132 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
-from freda.decode.pages import BlockTable, ForwardShape, Pages
+from freda.decode.pages import PIECE_TILE, BlockTable, ForwardShape, PagedCache, Pages, Pieces
 from freda.folders import quantize
+from freda.methods.draft import Prediction, predict, soft_embedding
+from freda.model.attention import make_mask
 from freda.model.config import ModelConfig
+from freda.model.masks import Tokens, clean_tokens, concat
 from freda.model.transformer import Transformer
-from tests.helpers import PlainBackend
 
 VOCABULARY, PAGE = 205, 16
+
+
+class Case(NamedTuple):
+    """The sizes of a model, the texts of requests, and the blocks of a forward."""
+
+    sizes: dict[str, Any]
+    block: int
+    blocks: int
+    stored: list[int]
+    pending: list[int]
+    packed: int = 0  # blocks in the forward; 0: all of them, in order
+    absent: tuple[tuple[int, int], ...] = ()  # (request, block) that are not in a packed forward
+    few: bool = True  # the products are those of few tokens
+
+    @property
+    def shape(self) -> ForwardShape:
+        rows = len(self.stored)
+        return ForwardShape(rows, self.block, self.blocks, self.packed or rows * self.blocks)
+
+    def where(self, generator: torch.Generator) -> Tensor:
+        """The places of all blocks (R, J); packed ones are in any order, with padding anywhere among them."""
+        rows, _, blocks, packed = self.shape
+        if self.shape.dense:
+            return torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks)
+        where = torch.full((rows, blocks), -1, dtype=torch.int32)
+        places = iter(torch.randperm(packed, generator=generator).tolist())
+        for row, block in itertools.product(range(rows), range(blocks)):
+            if (block or self.pending[row]) and (row, block) not in self.absent:
+                where[row, block] = next(places)
+        return where
+
+
+FOUR = {"heads": 4, "kv_heads": 2}
 CASES = [
-    ({}, ForwardShape(4, 4, 1), [20, 36], [4, 4]),
-    ({"heads": 4, "kv_heads": 2}, ForwardShape(4, 4, 1), [0], [4]),  # no text yet
-    (
-        {"heads": 4, "kv_heads": 2},
-        ForwardShape(4, 4, 3),
-        [0, 100, 28],
-        [4, 0, 4],
-    ),  # some commit, some do not; three drafts each
-    ({"qk_norm": False, "qkv_bias": True}, ForwardShape(0, 4, 1), [64, 4], [0, 0]),
-    ({}, ForwardShape(1, 1, 0), [63, 5, 130], [1, 1, 1]),  # autoregressive
-    ({"heads": 8, "kv_heads": 1, "head_dim": 128}, ForwardShape(8, 8, 2), [136], [8]),
-    (
-        {},
-        ForwardShape(4, 4, 1),
-        [244],
-        [4],
-    ),  # sixteen chunks of 16 tokens for fifteen parts: of two each, the rest is empty
-    ({}, ForwardShape(4, 4, 1), list(range(0, 180, 20)), [4] * 9),  # more tokens than the kernels of few rows take
-    ({"kv_heads": 2}, ForwardShape(4, 4, 2), [0, 36], [0, 4]),  # every head has its own keys
+    Case({}, 4, 2, [20, 36], [4, 4]),
+    Case(FOUR, 4, 2, [0], [4]),  # no text yet
+    Case(FOUR, 4, 4, [0, 100, 28], [4, 0, 4]),  # some commit, some do not; three drafts each
+    Case({"qk_norm": False, "qkv_bias": True}, 4, 2, [64, 4], [0, 0], packed=3),  # nothing to commit
+    Case({}, 1, 1, [63, 5, 130], [1, 1, 1]),  # autoregressive
+    Case({"heads": 8, "kv_heads": 1, "head_dim": 128}, 8, 3, [136], [8]),
+    Case({}, 4, 2, [100], [4]),  # more parts than text
+    Case({}, 4, 2, [0, 36], [4, 0], few=False),  # the library's products
+    Case({"kv_heads": 2}, 4, 3, [0, 36], [0, 4]),  # every head has its own keys
+    Case({}, 4, 3, [20, 0, 36, 60], [4, 4, 0, 0], packed=9, absent=((1, 2), (3, 1), (3, 2))),  # the last one waits
+    Case(FOUR, 2, 2, [6, 12, 30], [0, 2, 2], packed=5, few=False),
 ]
-SLOW = (2, 5, 7)  # cases that have one layer in Triton's interpreter, and two on a GPU like the others
+PLAIN = (
+    0,
+    3,
+)  # cases that are in the interpreter as on a GPU; the others have one layer and the library's products there
+
+
+class Twin:
+    """The forwards of `PackedModel`, made by the Transformer itself, one request after the other."""
+
+    def __init__(self, model: Transformer, pages: Pages) -> None:
+        self.model, self.pages = model, pages
+
+    def buffers(self, shape: ForwardShape, long: bool) -> Tensor:
+        return self.model.embed_tokens.weight.new_zeros(shape.tokens, self.model.config.dim)
+
+    @torch.no_grad()
+    def run(
+        self, given: tuple[Tensor, Tensor], where: Tensor, texts: BlockTable, shape: ForwardShape, buffers: Tensor
+    ) -> None:
+        within = torch.arange(shape.block, device=where.device)
+        for row, places in enumerate(where.tolist()):
+            stored, pending = int(texts.stored[row]), int(texts.pending[row])
+            here = [(block, place) for block, place in enumerate(places) if place >= 0 and (block or pending)]
+            if not here:
+                continue
+            spot = torch.cat([place * shape.block + within for _, place in here])[None]
+            position = torch.cat([stored + (pending if block else 0) + within for block, _ in here])[None]
+            draft = torch.cat([torch.full_like(within, block) for block, _ in here])[None].int()
+            tokens = Tokens(draft.clamp_max(1), draft * 0, (position // shape.block).int(), draft)
+            x = soft_embedding(self.model, *(part[spot] for part in given))
+            cache = PagedCache(self.pages, texts.table[row : row + 1].tolist(), [stored])
+            buffers[spot] = self._forward(x, position, tokens, cache, shape.block, pending)
+
+    def _forward(
+        self, x: Tensor, position: Tensor, tokens: Tokens, cache: PagedCache, block_size: int, keep: int
+    ) -> Tensor:
+        """The hidden states of tokens behind what a cache holds; the first `keep` of them are stored."""
+        mask = make_mask(tokens, concat(cache.tokens(block_size), tokens), "sdpa")
+        out = self.model(x, position, mask, cache.past())
+        cache.write(out.new, position[:, :keep], torch.ones_like(position[:, :keep], dtype=torch.bool))
+        return out.hidden
+
+    def fill_buffers(self, tokens: int) -> None:
+        pass
+
+    @torch.no_grad()
+    def fill(self, pieces: Pieces, table: Tensor, block_size: int, buffers: None) -> None:
+        for row in range(len(table)):
+            mine = (pieces.row == row) & (pieces.position >= 0)
+            ids, place = pieces.ids[mine][None], pieces.position[mine][None]
+            cache = PagedCache(self.pages, table[row : row + 1].tolist(), [int(place[0, 0])])
+            tokens = clean_tokens(torch.zeros_like(place), place, block_size)
+            self._forward(self.model.embed_tokens(ids), place, tokens, cache, block_size, ids.shape[1])
+
+    def hidden(self, buffers: Tensor) -> Tensor:
+        return buffers
+
+    def predict(self, tokens: Tensor, buffers: Tensor) -> Prediction:
+        return predict(self.model.logits(buffers[tokens]), runner_up=True)
 
 
 def filled_model(device: str, dtype: torch.dtype, **shape: Any) -> Transformer:
@@ -56,64 +143,65 @@ def filled_model(device: str, dtype: torch.dtype, **shape: Any) -> Transformer:
     return model
 
 
-def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, whole: bool = False) -> dict[str, float]:
+def compare(
+    number: int, device: str, dtype: torch.dtype, *, int8: bool = False, whole: bool = False
+) -> dict[str, float]:
     """How far the kernels are from the Transformer: relative errors, and the share of equal choices.
 
     With int8, the Transformer has the weights that the int8 ones stand for. `whole`: texts are not cut into parts.
     """
-    from freda.decode.kernels import pages, pick
+    from freda.decode.kernels import pages, pick, skinny
     from freda.decode.packed import PackedModel, fits
 
-    shape, rows, stored, pending = CASES[case]
-    usual, chunk = pages.cut_for, {"chunk": 16} if case % 2 else {}
+    case = CASES[number]
+    if device == "cpu" and (number not in PLAIN or whole):
+        case = case._replace(sizes={**case.sizes, "layers": 1}, few=number in PLAIN)
+    shape, usual = case.shape, pages.cut_for
 
     def cut(*of: Any, long: bool) -> pages.Cut:
-        return usual(*of, long=long)._replace(**chunk)
+        """Smaller chunks for some cases, and few parts in the interpreter, which takes its time for each."""
+        made = usual(*of, long=long)
+        splits = made.splits if device == "cuda" or number == 6 else min(3, made.splits)
+        return made._replace(splits=splits, chunk=16 if number % 2 else made.chunk)
 
-    if device == "cpu" and case in SLOW:
-        shape = {**shape, "layers": 1}
-    model = filled_model(device, dtype, **shape, tied=not int8)  # a table of its own for the head
+    model = filled_model(device, dtype, **case.sizes, tied=not int8)  # a table of its own for the head
     assert fits(model)
     if int8:
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.dim() > 1 and "embed" not in name:
                     weight.copy_(quantize.unpacked(quantize.packed({"weight": weight}), dtype)["weight"])
-    generator = torch.Generator().manual_seed(case)
-    count, width = len(stored), 16
-    storage = [Pages(model, count * width, PAGE) for _ in range(2)]
-    for layer, twin in zip(storage[0].layers, storage[1].layers, strict=True):
-        for part, other in zip(layer, twin, strict=True):
-            part.copy_(torch.randn(part.shape, generator=generator))
-            other.copy_(part)
-    numbers = torch.randperm(count * width, generator=generator).view(count, width)
+    generator = torch.Generator().manual_seed(number)
+    width = 16
+    storage = two_storages(model, shape.rows * width, generator)
+    table = torch.randperm(shape.rows * width, generator=generator).view(shape.rows, width)
+    where = case.where(generator).to(device)
     texts = BlockTable(
-        *(torch.as_tensor(part, dtype=torch.int32, device=device) for part in (numbers, stored, pending))
+        *(torch.as_tensor(part, dtype=torch.int32, device=device) for part in (table, case.stored, case.pending))
     )
-    ids = torch.randint(0, model.blank_id, (count, rows.tokens), generator=generator)
-    alpha = torch.rand(count, rows.tokens, generator=generator)
-    alpha[:, : rows.commit] = 1
-    given = ids.flatten().to(device), alpha.flatten().to(device)
-    tokens = torch.arange(count * rows.tokens, device=device).view(count, rows.tokens)[:, -rows.block :]
+    ids = torch.randint(0, model.blank_id, (shape.packed, shape.block), generator=generator).to(device)
+    alpha = torch.rand(shape.packed, shape.block, generator=generator).to(device)
+    alpha[where[:, 0][where[:, 0] >= 0].long()] = 1
+    there = where >= 0
+    there[:, 0] &= texts.pending > 0
+    first = where[there].long()[:, None] * shape.block
+    tokens = first + torch.arange(shape.block, device=device)  # of all blocks that are no padding
     found = []
-    for backend in (PlainBackend(model, storage[0]), PackedModel(model, storage[1], int8=int8)):
-        with patch.object(pages, "MANY", 1 if whole else pages.MANY), patch.object(pages, "cut_for", cut):
-            buffers = backend.buffers(count, rows, long=case == 6)
-            backend.run(given, texts, rows, buffers)  # type: ignore[arg-type]
-        with patch.object(pick, "IDS_AT_ONCE", 64 if case % 2 else pick.IDS_AT_ONCE):
-            first = backend.predict(tokens, buffers)  # type: ignore[arg-type]
-        found.append((backend.hidden(buffers).view(count, rows.tokens, -1), first))  # type: ignore[arg-type]
-    real = torch.ones(count, rows.tokens, dtype=torch.bool, device=device)
-    real[:, : rows.commit] = (texts.pending > 0)[:, None]
+    for backend in (Twin(model, storage[0]), PackedModel(model, storage[1], int8=int8)):
+        with (
+            patch.object(pages, "MANY", 1 if whole else pages.MANY),
+            patch.object(pages, "cut_for", cut),
+            patch.object(skinny, "MOST_ROWS", skinny.MOST_ROWS if case.few else 0),
+            patch.object(pick, "IDS_AT_ONCE", 64 if number % 2 else pick.IDS_AT_ONCE),
+        ):
+            buffers = backend.buffers(shape, long=number == 6)
+            backend.run((ids.flatten(), alpha.flatten()), where, texts, shape, buffers)  # type: ignore[arg-type]
+            hidden = backend.hidden(buffers)[tokens]  # type: ignore[arg-type]
+            found.append((hidden, backend.predict(tokens, buffers)))  # type: ignore[arg-type]
     (plain, wanted), (fast, got) = found
-    stored_error = max(
-        ((part - other).float().norm() / part.float().norm()).item()
-        for layer, twin in zip(storage[0].layers, storage[1].layers, strict=True)
-        for part, other in zip((p[:-1] for p in layer), (o[:-1] for o in twin), strict=True)
-    )
     return {
-        "hidden": ((fast - plain)[real].float().norm() / plain[real].float().norm()).item(),
-        "stored": stored_error,
+        "hidden": error(fast, plain),
+        "stored": stored_error(storage),
         "choices": (got.ids == wanted.ids).float().mean().item(),
         "seconds": (got.second_ids == wanted.second_ids).float().mean().item(),
         "prob": (got.prob - wanted.prob).abs().max().item(),
@@ -121,21 +209,47 @@ def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, w
     }
 
 
-def compare_prefill(device: str, dtype: torch.dtype, **shape: Any) -> float:
-    """The largest relative error of a layer's pages after whole prompts, two of them, of 44 tokens."""
+def two_storages(model: Transformer, count: int, generator: torch.Generator) -> list[Pages]:
+    """Pages with anything in them, twice."""
+    storage = [Pages(model, count, PAGE) for _ in range(2)]
+    for layer, twin in zip(*(pages.layers for pages in storage), strict=True):
+        for part, other in zip(layer, twin, strict=True):
+            part.copy_(torch.randn(part.shape, generator=generator))
+            other.copy_(part)
+    return storage
+
+
+def stored_error(storage: list[Pages]) -> float:
+    """The largest error of keys or values of a layer, in all pages."""
+    both = zip(*(pages.layers for pages in storage), strict=True)
+    return max(error(one, two) for layers in both for one, two in zip(*layers, strict=True))
+
+
+def error(one: Tensor, two: Tensor) -> float:
+    return ((one - two).float().norm() / two.float().norm()).item()
+
+
+def compare_fill(device: str, dtype: torch.dtype, **sizes: Any) -> float:
+    """The error of all pages after pieces of three prompts, one of which begins here, with padding among them."""
+    from freda.decode.kernels import prompts
     from freda.decode.packed import PackedModel
 
-    model = filled_model(device, dtype, **shape)
-    generator = torch.Generator().manual_seed(1)
-    storage = [Pages(model, 8, PAGE) for _ in range(2)]
-    table = torch.randperm(8, generator=generator).view(2, 4).to(device, torch.int32)
-    ids = torch.randint(0, model.blank_id, (2, 44), generator=generator).to(device)
-    for backend in (PlainBackend(model, storage[0]), PackedModel(model, storage[1])):
-        with torch.no_grad():
-            backend.prefill(ids, table, 4)
-    both = zip(*(pages.layers for pages in storage), strict=True)
-    pairs = [pair for layers in both for pair in zip(*layers, strict=True)]
-    return max(((one - two).float().norm() / one.float().norm()).item() for one, two in pairs)
+    model, generator = filled_model(device, dtype, **sizes), torch.Generator().manual_seed(1)
+    storage = two_storages(model, 15, generator)
+    table = torch.randperm(15, generator=generator).view(3, 5).to(device, torch.int32)
+    small = {"MOST_ROWS": 32, "CHUNK": 16} if device == "cpu" else {}
+    tile = 20 if small else PIECE_TILE
+    tokens, tiles = [(-1, 0)], [(0, 0)]
+    for row, begin, end in ((0, 0, 12), (2, 36, 68), (1, 48, 52)):
+        tiles += [(len(tokens) + at - begin, min(tile, end - at)) for at in range(begin, end, tile)]
+        tokens += [(position, row) for position in range(begin, end)] + [(-1, 0)]
+    position, row = torch.tensor(tokens, dtype=torch.int32, device=device).T.contiguous()
+    ids = torch.randint(0, model.blank_id, (len(tokens),), generator=generator).to(device, torch.int32)
+    pieces = Pieces(ids, row, position, torch.tensor(tiles, dtype=torch.int32, device=device))
+    with patch.multiple(prompts, PIECE_TILE=tile, **small):
+        for backend in (Twin(model, storage[0]), PackedModel(model, storage[1])):
+            backend.fill(pieces, table, 4, backend.fill_buffers(len(tokens)))  # type: ignore[arg-type]
+    return stored_error(storage)
 
 
 def check_picks() -> None:
@@ -150,17 +264,21 @@ def check_picks() -> None:
     assert max(ids[2], second[2]) < 200 and prob[2] != prob[2]
 
 
-SHAPES = [{}, {"heads": 4, "kv_heads": 2, "head_dim": 128}, {"qk_norm": False, "qkv_bias": True}]
+SHAPES: list[dict[str, Any]] = [
+    {"heads": 2, "kv_heads": 2},
+    {"heads": 4, "kv_heads": 1, "head_dim": 128},
+    {"heads": 7, "kv_heads": 1, "qk_norm": False, "qkv_bias": True},
+]
 
 PROGRAM = """
 import json, torch
-from tests.test_packed import CASES, SHAPES, check_picks, compare, compare_prefill
+from tests.test_packed import CASES, SHAPES, check_picks, compare, compare_fill
 check_picks()
-for shape in SHAPES:
-    assert compare_prefill("cpu", torch.float32, layers=1 if shape else 2, **shape) < 1e-5
+for sizes in SHAPES:
+    assert compare_fill("cpu", torch.float32, **sizes) < 1e-5
 cases = [(case, {}) for case in range(len(CASES))]
 cases += [(0, {"int8": True})]  # the rest on a GPU
-cases += [(case, {"whole": True}) for case in (1, 2, 3, 4, 5)]
+cases += [(case, {"whole": True}) for case in (1, 2, 3, 4, 5, 9)]
 print(json.dumps([compare(case, "cpu", torch.float32, **way) for case, way in cases]))
 """
 
@@ -190,6 +308,6 @@ def test_on_a_gpu(case: int, way: dict[str, bool]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_prompts_on_a_gpu(shape: dict[str, Any]) -> None:
-    assert compare_prefill("cuda", torch.bfloat16, **shape) < 2e-2
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_prompts_on_a_gpu(sizes: dict[str, Any]) -> None:
+    assert compare_fill("cuda", torch.bfloat16, **sizes) < 2e-2

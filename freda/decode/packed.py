@@ -3,7 +3,7 @@
 It is `Transformer.forward` over pages, for new tokens of the form that decoding has (`ForwardShape`), written into
 memory that is there beforehand, so that a CUDA graph can replay it. The parameters of the model become views of the
 packed weights: nothing is held twice. Up to 64 tokens go through the products of `kernels.skinny`, more through the
-library's.
+library's; so do prompts, whose keys and values `fill` computes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from freda.decode.kernels import pages, pick, rowwise, skinny
+from freda.decode.kernels import pages, pick, prompts, rowwise, skinny
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
-from freda.decode.pages import BlockTable, ForwardShape, Pages
+from freda.decode.pages import BlockTable, ForwardShape, Pages, Pieces
 from freda.folders import quantize
 from freda.methods.draft import Prediction
 from freda.model.config import ModelConfig
-from freda.model.staircase import attend_rows
 from freda.model.transformer import Attention, Layer, Transformer
 
 
@@ -56,11 +55,21 @@ class Buffers(NamedTuple):
     """What a forward over M tokens writes to."""
 
     stream: Stream
-    parts: Tensor  # (P, M, ·): queries, keys and values
+    parts: Tensor  # (S, M, ·): queries, keys and values
     attended: Tensor  # (M, heads · width)
     inner: Tensor  # (M, ffn)
     sums: skinny.Scratch
     attention: pages.Scratch
+
+
+class FillBuffers(NamedTuple):
+    """What a fill over T tokens writes to; padding leaves zeros."""
+
+    x: Tensor  # (T, D)
+    normed: Tensor  # (T, D)
+    q: Tensor  # (T, heads · width)
+    attended: Tensor  # (T, heads · width)
+    inner: Tensor  # (T, ffn)
 
 
 def fits(model: Transformer) -> bool:
@@ -145,69 +154,87 @@ class PackedModel:
             made = quantize.packed({"head": head})
             self.head = Matrix(skinny.packed_by_four(made["head"]), made["head" + quantize.SCALE])
 
-    def buffers(self, requests: int, rows: ForwardShape, long: bool = False) -> Buffers:
-        """Memory for a forward over the new tokens of so many requests, whose texts are `long` or not."""
+    def buffers(self, shape: ForwardShape, long: bool = False) -> Buffers:
+        """Memory for a forward of this shape, over texts that are `long` or not."""
         layer, (_, width, _), kind = self.layers[0], self.stacked.out.shape, self.stacked.out.dtype
-        tokens, heads, device = requests * rows.tokens, layer.heads, self.stacked.out.device
+        tokens, heads, device = shape.tokens, layer.heads, self.stacked.out.device
         few, exact = tokens <= skinny.MOST_ROWS, torch.float32
 
-        def empty(*shape: int, dtype: torch.dtype = kind) -> Tensor:
-            return torch.empty(shape, device=device, dtype=dtype)
+        def empty(*sizes: int, dtype: torch.dtype = kind) -> Tensor:
+            return torch.empty(sizes, device=device, dtype=dtype)
 
         return Buffers(
             stream=skinny.new_stream(tokens, width, device, kind),
             parts=empty(
                 skinny.PROJECT.splits if few else 1, tokens, len(layer.qkv.values), dtype=exact if few else kind
             ),
-            attended=empty(tokens, heads.heads * heads.width),
+            attended=empty(tokens, heads.heads * heads.width).zero_(),  # where padding stays
             inner=empty(tokens, len(layer.gate_up.values) // 2),
             sums=skinny.new_scratch(tokens if few else 0, width, device),
-            attention=pages.new_scratch(pages.cut_for(requests, heads, rows, long=long), requests, heads, rows, device),
+            attention=pages.new_scratch(pages.cut_for(heads, shape, long=long), heads, shape, device),
         )
 
-    def run(self, given: tuple[Tensor, Tensor], texts: BlockTable, rows: ForwardShape, buffers: Buffers) -> None:
-        """All layers over tokens `given` as (ids, α), each (M,); what is committed goes into the pages."""
+    def run(
+        self,
+        given: tuple[Tensor, Tensor],
+        where: Tensor,
+        texts: BlockTable,
+        shape: ForwardShape,
+        buffers: Buffers,
+    ) -> None:
+        """All layers over tokens `given` as (ids, α), each (M,); what is committed goes into the pages.
+
+        `where` (R, J) int32 is the place of every request's block among the packed ones, -1 for one that is not in this
+        forward. In a dense forward it is not looked at. Places that nobody names are padding.
+        """
+        assert shape == buffers.attention.shape, (shape, buffers.attention.shape)
         model, stream = self.model, buffers.stream
         skinny.embed(*given, model.embed_tokens.weight.detach(), model.blank_id, self.layers[0].norms[0], stream)
-        pages.rotary(texts, rows, model.inv_freq, buffers.attention.rotary)
-        run = self._run_few if len(given[0]) <= skinny.MOST_ROWS else self._run_many
-        run(texts, rows, buffers)
+        pages.rotary(where, texts, model.inv_freq, buffers.attention)
+        run = self._run_few if shape.tokens <= skinny.MOST_ROWS else self._run_many
+        run(where, texts, buffers)
 
-    def _run_few(self, texts: BlockTable, rows: ForwardShape, buffers: Buffers) -> None:
+    def _run_few(self, where: Tensor, texts: BlockTable, buffers: Buffers) -> None:
         stream, eps = buffers.stream, self.model.config.norm_eps
         for layer, stored, norm in zip(self.few_layers, self.cache, self._following(), strict=True):
             skinny.project(stream, layer.qkv, eps, buffers.parts)
-            pages.attend(buffers.parts, stored, texts, layer.heads, rows, buffers.attention, buffers.attended)
+            pages.attend(buffers.parts, stored, where, texts, layer.heads, buffers.attention, buffers.attended)
             skinny.add(buffers.attended, layer.out, buffers.sums, layer.norms[1], stream)
             skinny.gate(stream, layer.gate_up, eps, buffers.inner)
             skinny.add(buffers.inner, layer.down, buffers.sums, norm, stream)
 
-    def _run_many(self, texts: BlockTable, rows: ForwardShape, buffers: Buffers) -> None:
+    def _run_many(self, where: Tensor, texts: BlockTable, buffers: Buffers) -> None:
         """The library's matrix products; `stream.scaled` holds the normed stream here."""
         (x, normed, _), eps = buffers.stream, self.model.config.norm_eps
         rowwise.add_norm(x, None, self.layers[0].norms[0], eps, normed)
         for layer, stored, norm in zip(self.layers, self.cache, self._following(), strict=True):
             torch.mm(normed, layer.qkv.values.T, out=buffers.parts[0])
-            pages.attend(buffers.parts, stored, texts, layer.heads, rows, buffers.attention, buffers.attended)
+            pages.attend(buffers.parts, stored, where, texts, layer.heads, buffers.attention, buffers.attended)
             rowwise.add_norm(x, buffers.attended @ layer.out.values.T, layer.norms[1], eps, normed)
             rowwise.gate(normed @ layer.gate_up.values.T, buffers.inner)
             rowwise.add_norm(x, buffers.inner @ layer.down.values.T, norm, eps, normed)
 
-    def prefill(self, ids: Tensor, table: Tensor, block_size: int) -> None:
-        """Keys and values of whole prompts `ids` (R, L), from their first token on, into the pages that `table` names
-        (R, pages). L is whole blocks; padding is written too, to where nobody reads before it is written again."""
-        model, (rows, length) = self.model, ids.shape
-        heads, eps = self.layers[0].heads, model.config.norm_eps
-        x = model.embed_tokens(ids.flatten()).detach()
-        normed, inner = torch.empty_like(x), x.new_empty(len(x), len(self.layers[0].gate_up.values) // 2)
-        q, k, v = (x.new_empty(rows, length, count, heads.width) for count in (heads.heads, *(heads.kv_heads,) * 2))
+    def fill_buffers(self, tokens: int) -> FillBuffers:
+        """Memory for a `fill` over so many tokens."""
+        layer, like = self.layers[0], self.stacked.out
+        sizes = (like.shape[1], like.shape[1], like.shape[2], like.shape[2], len(layer.gate_up.values) // 2)
+        return FillBuffers(*(like.new_zeros(tokens, size) for size in sizes))
+
+    def fill(self, pieces: Pieces, table: Tensor, block_size: int, buffers: FillBuffers) -> None:
+        """Keys and values of pieces of prompts into the pages that `table` (rows, pages) int32 names.
+
+        A token sees what is stored of its request, and of the piece everything up to the end of its block. Nothing
+        depends on what is in the tensors, so a CUDA graph can replay it for other pieces.
+        """
+        (x, normed, q, attended, inner), eps = buffers, self.model.config.norm_eps
+        torch.index_select(self.model.embed_tokens.weight.detach(), 0, pieces.ids, out=x)
         rowwise.add_norm(x, None, self.layers[0].norms[0], eps, normed)
         for number, (layer, stored, norm) in enumerate(zip(self.layers, self.cache, self._following(), strict=True)):
-            rowwise.spread(normed @ layer.qkv.values.T, layer.heads, model.inv_freq, (q, k, v), stored, table)
+            shelves = (*stored, table)
+            prompts.spread(normed @ layer.qkv.values.T, pieces, layer.heads, self.model.inv_freq, shelves, q)
             if number == len(self.layers) - 1:
                 return  # nobody asks for what comes after the last keys and values
-            seen = attend_rows(q.transpose(1, 2), (k.transpose(1, 2), v.transpose(1, 2)), None, block_size)
-            attended = seen.transpose(1, 2).reshape(rows * length, -1)
+            prompts.attend(q, pieces, layer.heads, block_size, shelves, attended)
             rowwise.add_norm(x, attended @ layer.out.values.T, layer.norms[1], eps, normed)
             rowwise.gate(normed @ layer.gate_up.values.T, inner)
             rowwise.add_norm(x, inner @ layer.down.values.T, norm, eps, normed)

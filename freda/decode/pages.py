@@ -23,7 +23,7 @@ from freda.model.masks import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
 
 MOST_TOKENS = 65_536  # on a CPU, unless the number of pages is given
-PIECE_TILE = 32  # tokens of a prompt that attention looks at together
+PIECE_TILE = 64  # tokens of a prompt whose attention is computed together
 FREE_PART = 0.8  # of a GPU's free memory, at most; prompts and graphs need the rest
 
 

@@ -1,13 +1,14 @@
 """Attention of a few new tokens of each request over its pages: a commit, a draft, or several drafts side by side.
 
 A request brings a few new tokens (`ForwardShape`): a block to commit, or none, then drafts of the next block. All of
-them see the committed text in the pages; the drafts also see the block that is being committed, and each its own. A
-program has a request, a head of keys and some of the query heads that share it, whose tokens are its rows; with few
-requests also a part of the text, and the last to come merges the parts (`_attend_parts`), with many the whole text
-(`_attend_whole`). It adds up the parts of q, k and v that the product before has left, norms and rotates them. One of
-those that have the new tokens also writes the committed block's keys and values into the pages. The grid depends on the
-number of requests alone, so one CUDA graph serves texts of all lengths. The plain twin is `transformer.Attention` over
-gathered pages.
+them see the committed text in the pages; the drafts also see the block that is being committed, and each its own.
+`where` (R, J) names the place of every request's block among those of the forward, -1 where it is not in it; a dense
+forward has all blocks in order, and nobody asks. A program has a request, a head of keys and some of the query heads
+that share it, whose tokens are its rows; with few requests also a part of the text, and the last to come merges the
+parts (`_attend_parts`), with many the whole text (`_attend_whole`). It adds up the parts of q, k and v that the product
+before has left, norms and rotates them. One of those that have the new tokens also writes the committed block's keys
+and values into the pages. The grid depends on the number of requests alone, so one CUDA graph serves texts of all
+lengths. The plain twin is `transformer.Attention` over gathered pages.
 """
 
 from __future__ import annotations
@@ -34,27 +35,28 @@ class Cut(NamedTuple):
     warps: int
 
 
-def cut_for(requests: int, heads: Heads, rows: ForwardShape, *, long: bool = False) -> Cut:
+def cut_for(heads: Heads, shape: ForwardShape, *, long: bool = False) -> Cut:
     """Few requests: many small programs, since what counts is how long one takes. Many: each key is read once.
 
     On an H200, Qwen3-4B's shape, one request: 128 keys at once by 8 warps are 2 µs a layer faster than 64 over 512
     tokens and 6 µs slower over 4,096. With 20 tokens in a forward, 64 by 4 warps are the best over 4,096 and 1.6 µs
     from the best over 512.
     """
-    group, groups = heads.heads // heads.kv_heads, requests * heads.kv_heads
+    group, groups, tokens = heads.heads // heads.kv_heads, shape.rows * heads.kv_heads, shape.blocks * shape.block
     shares = [share for share in range(1, group + 1) if group % share == 0]
     if groups >= MANY:
-        share = max((share for share in shares if share * rows.tokens <= 64), default=1)
-        return Cut(share, 0, 64, 4 if share * rows.tokens <= 32 else 8)
-    share = next((share for share in shares if share * rows.tokens >= 16), group)
+        share = max((share for share in shares if share * tokens <= 64), default=1)
+        return Cut(share, 0, 64, 4 if share * tokens <= 32 else 8)
+    share = next((share for share in shares if share * tokens >= 16), group)
     splits = 256 // (groups * group // share) - 1
-    chunk, warps = (64, 4) if share * rows.tokens > 16 else (64, 8) if long else (128, 8)
+    chunk, warps = (64, 4) if share * tokens > 16 else (64, 8) if long else (128, 8)
     return Cut(share, max(1, min(31, splits)), chunk, warps)
 
 
 class Scratch(NamedTuple):
     """What `rotary` has written, and memory for attention over parts of a text."""
 
+    shape: ForwardShape
     cut: Cut
     rotary: Tensor  # (2, M, width / 2)
     out: Tensor
@@ -62,27 +64,29 @@ class Scratch(NamedTuple):
     counts: Tensor
 
 
-def new_scratch(cut: Cut, requests: int, heads: Heads, rows: ForwardShape, device: torch.device) -> Scratch:
+def new_scratch(cut: Cut, heads: Heads, shape: ForwardShape, device: torch.device) -> Scratch:
     """Enough for `attend`; the counts are left at zero."""
-    teams = requests * heads.heads // cut.share
-    size = teams * (cut.splits + 1) * _query_rows(cut, rows) if cut.splits else 0
-    angles = torch.empty(2, requests * rows.tokens, heads.width // 2, device=device)
-    counts = torch.zeros(teams, dtype=torch.int32, device=device)
-    return Scratch(
-        cut, angles, torch.empty(size * heads.width, device=device), torch.empty(size, device=device), counts
-    )
+    teams = shape.rows * heads.heads // cut.share
+    size = teams * (cut.splits + 1) * _query_rows(cut, shape) if cut.splits else 0
+    angles = torch.empty(2, shape.tokens, heads.width // 2, device=device)
+    out, lse = torch.empty(size * heads.width, device=device), torch.empty(size, device=device)
+    return Scratch(shape, cut, angles, out, lse, torch.zeros(teams, dtype=torch.int32, device=device))
 
 
-def _query_rows(cut: Cut, rows: ForwardShape) -> int:
+def _query_rows(cut: Cut, shape: ForwardShape) -> int:
     """With fewer than 64 rows there are no tall tiles of the tensor cores, with which alone loads are pipelined."""
-    size: int = triton.next_power_of_2(rows.tokens * cut.share)
+    size: int = triton.next_power_of_2(shape.blocks * shape.block * cut.share)
     return max(16 if cut.splits else 64, size)
 
 
-def rotary(texts: BlockTable, rows: ForwardShape, inv_freq: Tensor, out: Tensor) -> None:
-    """Cosine and sine of the rotary angles of all new tokens into `out` (2, M, width / 2)."""
-    _rotary[(len(texts.stored), rows.tokens)](
-        *(texts.stored, texts.pending, inv_freq, *out, rows.tokens, rows.commit, rows.block),
+def rotary(where: Tensor, texts: BlockTable, inv_freq: Tensor, scratch: Scratch) -> None:
+    """Cosine and sine of the rotary angles of all new tokens into the scratch."""
+    shape = scratch.shape
+    _rotary[(shape.rows, shape.blocks * shape.block)](
+        *(where, texts.stored, texts.pending, inv_freq, *scratch.rotary),
+        BLOCK=shape.block,
+        BLOCKS=shape.blocks,
+        DENSE=shape.dense,
         HALF=len(inv_freq),
         num_warps=1,
     )
@@ -91,49 +95,64 @@ def rotary(texts: BlockTable, rows: ForwardShape, inv_freq: Tensor, out: Tensor)
 def attend(
     parts: Tensor,
     cache: tuple[Tensor, Tensor],
+    where: Tensor,
     texts: BlockTable,
     heads: Heads,
-    rows: ForwardShape,
     scratch: Scratch,
     out: Tensor,
 ) -> None:
-    """Attention of all new tokens into `out` (M, heads · width), from q, k, v in `parts` (P, M, ·)."""
-    requests, cut = len(texts.stored), scratch.cut
+    """Attention of all new tokens into `out` (M, heads · width), from q, k, v in `parts` (S, M, ·)."""
+    shape, cut = scratch.shape, scratch.cut
     norms = heads.q_norm if heads.q_norm is not None else parts, heads.k_norm if heads.k_norm is not None else parts
-    given = (parts, *cache, *texts, *norms, heads.bias if heads.bias is not None else parts, *scratch.rotary, out)
-    sizes = (requests * rows.tokens, texts.table.stride(0), heads.eps)
+    bias = heads.bias if heads.bias is not None else parts
+    given = (parts, *cache, where, *texts, *norms, bias, *scratch.rotary, out)
+    sizes = (shape.tokens, texts.table.stride(0), heads.eps)
     constants = {
-        "COMMIT": rows.commit,
-        "BLOCK": rows.block,
-        "S": rows.tokens,
+        "BLOCK": shape.block,
+        "BLOCKS": shape.blocks,
+        "DENSE": shape.dense,
         "GROUP": heads.heads // heads.kv_heads,
         "SHARE": cut.share,
         "KV": heads.kv_heads,
         "HALF": heads.width // 2,
         "PARTS": len(parts),
         "PAGE": cache[0].shape[2],
-        "BM": _query_rows(cut, rows),
-        "BT": max(16, triton.next_power_of_2(rows.tokens)),
+        "BM": _query_rows(cut, shape),
+        "BT": max(16, triton.next_power_of_2(shape.blocks * shape.block)),
         "CHUNK": cut.chunk,
         "NORM": heads.q_norm is not None,
         "BIAS": heads.bias is not None,
         "num_warps": cut.warps,
     }
-    teams = requests * heads.heads // cut.share
+    teams = shape.rows * heads.heads // cut.share
     if cut.splits:
-        _attend_parts[(teams, 1 + cut.splits)](*given, *scratch[2:], *sizes, SPLITS=cut.splits, **constants)
+        _attend_parts[(teams, 1 + cut.splits)](*given, *scratch[3:], *sizes, SPLITS=cut.splits, **constants)
     else:
         _attend_whole[(teams,)](*given, *sizes, STAGES=3, **constants)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rotary(STORED, PENDING, FREQ, COS, SIN, count, commit, block, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    request, token = tl.program_id(0), tl.program_id(1)
-    c = tl.arange(0, HALF)
-    further = tl.where(token < commit, token, tl.load(PENDING + request) + (token - commit) % block)
-    angle = (tl.load(STORED + request) + further).to(tl.float32) * tl.load(FREQ + c)
-    tl.store(COS + (request * count + token) * HALF + c, tl.cos(angle))
-    tl.store(SIN + (request * count + token) * HALF + c, tl.sin(angle))
+def _spots(WHERE, request, token, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers that tokens of a request have in the forward, and which of them are in it."""
+    real = token < BLOCKS * BLOCK
+    if DENSE:
+        return request * (BLOCKS * BLOCK) + token, real
+    else:
+        place = tl.load(WHERE + request * BLOCKS + token // BLOCK, mask=real, other=-1)
+        return place * BLOCK + token % BLOCK, place >= 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotary(  # type: ignore[no-untyped-def]
+    WHERE, STORED, PENDING, FREQ, COS, SIN,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    request, token, c = tl.program_id(0), tl.program_id(1) + tl.arange(0, 1), tl.arange(0, HALF)[None, :]
+    spot, real = _spots(WHERE, request, token, BLOCK, BLOCKS, DENSE)
+    further = tl.where(token < BLOCK, token, tl.load(PENDING + request) + token % BLOCK)
+    angle = (tl.load(STORED + request) + further).to(tl.float32)[:, None] * tl.load(FREQ + c)
+    tl.store(COS + spot[:, None] * HALF + c, tl.cos(angle), mask=real[:, None])
+    tl.store(SIN + spot[:, None] * HALF + c, tl.sin(angle), mask=real[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -192,7 +211,7 @@ def _merged(PART, LSE, first, active, BM: tl.constexpr, C: tl.constexpr):  # typ
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _team(S: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, KV: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _team(GROUP: tl.constexpr, SHARE: tl.constexpr, KV: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The queries of a program: their request and head of keys, and the token and head of each row."""
     TEAMS: tl.constexpr = GROUP // SHARE
     team, i = tl.program_id(0), tl.arange(0, BM)
@@ -202,21 +221,21 @@ def _team(S: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, KV: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _queries(  # type: ignore[no-untyped-def]
-    A, QNORM, BIASES, COS, SIN, request, token, head, tokens, eps,
-    S: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
+    A, QNORM, BIASES, COS, SIN, spot, real, head, tokens, eps,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Both halves of a program's queries."""
-    c, real = tl.arange(0, HALF), token < S
-    place, column = (request * S + token)[:, None] * WIDTH, (head * 2 * HALF)[:, None] + c[None, :]
-    cos, sin, one, two = _to_turn(QNORM, COS, SIN, request * S + token, real, HALF)
+    c = tl.arange(0, HALF)
+    place, column = spot[:, None] * WIDTH, (head * 2 * HALF)[:, None] + c[None, :]
+    cos, sin, one, two = _to_turn(QNORM, COS, SIN, spot, real, HALF)
     first = _half(A, BIASES, place, column, real[:, None], tokens * WIDTH, PARTS, BIAS)
     second = _half(A, BIASES, place, column + HALF, real[:, None], tokens * WIDTH, PARTS, BIAS)
     return _turned(first, second, cos, sin, one, two, eps, KIND, HALF, NORM)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pages_of(TABLE, request, at, table_step, PAGE: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def pages_of(TABLE, request, at, table_step, PAGE: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The page of every token of a chunk. It does not wait for how long the text is: the table is filled up."""
     leaf = (at + tl.arange(0, CHUNK)) // PAGE
     return tl.load(TABLE + request * table_step + leaf, mask=leaf < table_step, other=0)
@@ -237,7 +256,7 @@ def _stored(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _with(scores, v, highest, total, mixed):  # type: ignore[no-untyped-def]
+def with_more(scores, v, highest, total, mixed):  # type: ignore[no-untyped-def]
     """What attention has summed up so far, and more keys: their scores, as exponents of two, and their values."""
     higher = tl.maximum(highest, tl.max(scores, 1))
     p = tl.exp2(scores - higher[:, None])
@@ -251,9 +270,9 @@ def _with(scores, v, highest, total, mixed):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _new_tokens(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, TABLE, PENDING, KNORM, BIASES, COS, SIN,
-    q1, q2, request, kv, token, stored, tokens, table_step, eps, writes,
-    COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
+    A, KEYS, VALUES, WHERE, TABLE, PENDING, KNORM, BIASES, COS, SIN,
+    q1, q2, request, kv, token, real, stored, tokens, table_step, eps, writes,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
     HALF: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -262,36 +281,34 @@ def _new_tokens(  # type: ignore[no-untyped-def]
     C: tl.constexpr = 2 * HALF
     WIDTH: tl.constexpr = (GROUP + 2) * KV * C
     t, c, whole = tl.arange(0, BT), tl.arange(0, HALF), tl.arange(0, C)
-    mine = t < S
-    spot, field = (request * S + t)[:, None] * WIDTH, ((GROUP * KV + kv) * C) + c[None, :]
+    number, mine = _spots(WHERE, request, t, BLOCK, BLOCKS, DENSE)
+    spot, field = number[:, None] * WIDTH, ((GROUP * KV + kv) * C) + c[None, :]
     pending = tl.load(PENDING + request)
-    cos, sin, one, two = _to_turn(KNORM, COS, SIN, request * S + t, mine, HALF)
+    cos, sin, one, two = _to_turn(KNORM, COS, SIN, number, mine, HALF)
     first = _half(A, BIASES, spot, field, mine[:, None], tokens * WIDTH, PARTS, BIAS)
     second = _half(A, BIASES, spot, field + HALF, mine[:, None], tokens * WIDTH, PARTS, BIAS)
     values_at = ((GROUP * KV + KV + kv) * C) + whole[None, :]
     nv = _half(A, BIASES, spot, values_at, mine[:, None], tokens * WIDTH, PARTS, BIAS).to(KIND)
     n1, n2 = _turned(first, second, cos, sin, one, two, eps, KIND, HALF, NORM)
-    same = (token >= COMMIT)[:, None] & ((token[:, None] - COMMIT) // BLOCK == (t[None, :] - COMMIT) // BLOCK)
-    commits = token < tl.where(pending > 0, S, COMMIT)  # sees the block that is being committed
-    seen = tl.where((t < COMMIT)[None, :], commits[:, None], same) & mine[None, :]
+    same = token[:, None] // BLOCK == t[None, :] // BLOCK
+    seen = (same | (t < tl.where(pending > 0, BLOCK, 0))[None, :]) & mine[None, :]  # all see what is being committed
     scores = (tl.dot(q1, tl.trans(n1), input_precision="ieee") + tl.dot(q2, tl.trans(n2), input_precision="ieee")) * (
         1.4426950408889634 / tl.sqrt(C * 1.0)
     )
-    if COMMIT > 0:
-        fresh = stored + t
-        kept = (t < tl.where(writes & (pending > 0), COMMIT, 0)) & (fresh // PAGE < table_step)
-        leaf = tl.load(TABLE + request * table_step + fresh // PAGE, mask=kept, other=0).to(tl.int64)
-        shelf = ((leaf * KV + kv) * PAGE + fresh % PAGE)[:, None] * C
-        tl.store(KEYS + shelf + c[None, :], n1, mask=kept[:, None])
-        tl.store(KEYS + shelf + HALF + c[None, :], n2, mask=kept[:, None])
-        tl.store(VALUES + shelf + whole[None, :], nv, mask=kept[:, None])
-    return tl.where(seen | (token >= S)[:, None], scores, float("-inf")), nv
+    fresh = stored + t
+    kept = (t < tl.where(writes & (pending > 0), BLOCK, 0)) & mine & (fresh // PAGE < table_step)
+    leaf = tl.load(TABLE + request * table_step + fresh // PAGE, mask=kept, other=0).to(tl.int64)
+    shelf = ((leaf * KV + kv) * PAGE + fresh % PAGE)[:, None] * C
+    tl.store(KEYS + shelf + c[None, :], n1, mask=kept[:, None])
+    tl.store(KEYS + shelf + HALF + c[None, :], n2, mask=kept[:, None])
+    tl.store(VALUES + shelf + whole[None, :], nv, mask=kept[:, None])
+    return tl.where(seen | ~real[:, None], scores, float("-inf")), nv
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_whole(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, tokens, table_step, eps,
-    COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
+    A, KEYS, VALUES, WHERE, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, tokens, table_step, eps,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
     KV: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -299,37 +316,36 @@ def _attend_whole(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr = KEYS.dtype.element_ty
     C: tl.constexpr = 2 * HALF
     WIDTH: tl.constexpr = (GROUP + 2) * KV * C
-    request, kv, token, head = _team(S, GROUP, SHARE, KV, BM)
+    request, kv, token, head = _team(GROUP, SHARE, KV, BM)
+    spot, real = _spots(WHERE, request, token, BLOCK, BLOCKS, DENSE)
     stored = tl.load(STORED + request)
-    q1, q2 = _queries(
-        A, QNORM, BIASES, COS, SIN, request, token, head, tokens, eps, S, WIDTH, HALF, PARTS, KIND, NORM, BIAS
-    )
+    q1, q2 = _queries(A, QNORM, BIASES, COS, SIN, spot, real, head, tokens, eps, WIDTH, HALF, PARTS, KIND, NORM, BIAS)
     scores, nv = _new_tokens(
-        A, KEYS, VALUES, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, stored, tokens,
-        table_step, eps, tl.program_id(0) % (GROUP // SHARE) == 0,
-        COMMIT, BLOCK, S, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
+        A, KEYS, VALUES, WHERE, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, real, stored,
+        tokens, table_step, eps, tl.program_id(0) % (GROUP // SHARE) == 0,
+        BLOCK, BLOCKS, DENSE, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
     )  # fmt: skip
     highest = tl.max(scores, 1)
     p = tl.exp2(scores - highest[:, None])
     total, mixed = tl.sum(p, 1), tl.dot(p.to(KIND), nv, input_precision="ieee")
     factor = 1.4426950408889634 / tl.sqrt(C * 1.0)
     for at in tl.range(0, stored, CHUNK, num_stages=STAGES):
-        page = _pages_of(TABLE, request, at, table_step, PAGE, CHUNK)
+        page = pages_of(TABLE, request, at, table_step, PAGE, CHUNK)
         k1, k2, v = _stored(KEYS, VALUES, page, kv, at, stored, KV, HALF, PAGE, CHUNK)
         marks = (
             tl.dot(q1, tl.trans(k1), input_precision="ieee") + tl.dot(q2, tl.trans(k2), input_precision="ieee")
         ) * factor
         marks = tl.where((at + tl.arange(0, CHUNK) < stored)[None, :], marks, float("-inf"))
-        highest, total, mixed = _with(marks, v, highest, total, mixed)
-    out = ((request * S + token) * GROUP * KV + head)[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=(token < S)[:, None])
+        highest, total, mixed = with_more(marks, v, highest, total, mixed)
+    out = (spot * GROUP * KV + head)[:, None] * C + tl.arange(0, C)[None, :]
+    tl.store(OUT + out, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_parts(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
+    A, KEYS, VALUES, WHERE, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
     tokens, table_step, eps,
-    COMMIT: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
     KV: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -338,22 +354,23 @@ def _attend_parts(  # type: ignore[no-untyped-def]
     C: tl.constexpr = 2 * HALF
     WIDTH: tl.constexpr = (GROUP + 2) * KV * C
     team, split = tl.program_id(0), tl.program_id(1)
-    request, kv, token, head = _team(S, GROUP, SHARE, KV, BM)
+    request, kv, token, head = _team(GROUP, SHARE, KV, BM)
     begin = tl.maximum(split - 1, 0) * CHUNK  # chunks are dealt out in turn
-    page = _pages_of(TABLE, request, begin, table_step, PAGE, CHUNK)
+    page = pages_of(TABLE, request, begin, table_step, PAGE, CHUNK)
     stored = tl.load(STORED + request)
     active = tl.minimum(tl.cdiv(stored, CHUNK), SPLITS)
     if split > active:
         return
+    spot, real = _spots(WHERE, request, token, BLOCK, BLOCKS, DENSE)
     whole, slot = tl.arange(0, C), (team * (SPLITS + 1) + split) * BM + tl.arange(0, BM)
     if split == 0:
         q1, q2 = _queries(
-            A, QNORM, BIASES, COS, SIN, request, token, head, tokens, eps, S, WIDTH, HALF, PARTS, KIND, NORM, BIAS
+            A, QNORM, BIASES, COS, SIN, spot, real, head, tokens, eps, WIDTH, HALF, PARTS, KIND, NORM, BIAS
         )
         scores, nv = _new_tokens(
-            A, KEYS, VALUES, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, stored, tokens,
-            table_step, eps, team % (GROUP // SHARE) == 0,
-            COMMIT, BLOCK, S, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
+            A, KEYS, VALUES, WHERE, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, real, stored,
+            tokens, table_step, eps, team % (GROUP // SHARE) == 0,
+            BLOCK, BLOCKS, DENSE, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
         )  # fmt: skip
         highest = tl.max(scores, 1)
         p = tl.exp2(scores - highest[:, None])
@@ -365,7 +382,7 @@ def _attend_parts(  # type: ignore[no-untyped-def]
     else:
         k1, k2, v = _stored(KEYS, VALUES, page, kv, begin, stored, KV, HALF, PAGE, CHUNK)
         q1, q2 = _queries(
-            A, QNORM, BIASES, COS, SIN, request, token, head, tokens, eps, S, WIDTH, HALF, PARTS, KIND, NORM, BIAS
+            A, QNORM, BIASES, COS, SIN, spot, real, head, tokens, eps, WIDTH, HALF, PARTS, KIND, NORM, BIAS
         )
         highest = tl.full((BM,), float("-inf"), tl.float32)
         total, mixed = tl.zeros((BM,), tl.float32), tl.zeros((BM, C), tl.float32)
@@ -375,9 +392,9 @@ def _attend_parts(  # type: ignore[no-untyped-def]
                 tl.dot(q1, tl.trans(k1), input_precision="ieee") + tl.dot(q2, tl.trans(k2), input_precision="ieee")
             ) * factor
             scores = tl.where((at + tl.arange(0, CHUNK) < stored)[None, :], scores, float("-inf"))
-            highest, total, mixed = _with(scores, v, highest, total, mixed)
+            highest, total, mixed = with_more(scores, v, highest, total, mixed)
             after = at + SPLITS * CHUNK
-            page = _pages_of(TABLE, request, after, table_step, PAGE, CHUNK)
+            page = pages_of(TABLE, request, after, table_step, PAGE, CHUNK)
             k1, k2, v = _stored(KEYS, VALUES, page, kv, after, stored, KV, HALF, PAGE, CHUNK)
         tl.store(PART + slot[:, None] * C + whole[None, :], mixed / total[:, None])
         tl.store(LSE + slot, highest + tl.log2(total))
@@ -385,5 +402,5 @@ def _attend_parts(  # type: ignore[no-untyped-def]
     if tl.atomic_add(COUNTS + team, 1, sem="acq_rel", scope="gpu") == active:
         merged = _merged(PART, LSE, team * (SPLITS + 1), active, BM, C)
         tl.atomic_xchg(COUNTS + team, 0)
-        out = ((request * S + token) * GROUP * KV + head)[:, None] * C + whole[None, :]
-        tl.store(OUT + out, merged.to(OUT.dtype.element_ty), mask=(token < S)[:, None])
+        out = (spot * GROUP * KV + head)[:, None] * C + whole[None, :]
+        tl.store(OUT + out, merged.to(OUT.dtype.element_ty), mask=real[:, None])

@@ -1,6 +1,7 @@
-"""What stands between the matrix products of many tokens: a residual sum with its norm, the gate, and what makes
-queries, keys and values of a product. One kernel each, one program a token. The plain twins are `transformer.RMSNorm`,
-`transformer.FeedForward` and `transformer.Attention`."""
+"""What stands between the matrix products of many tokens: a residual sum with its norm, and the gate.
+
+One kernel each, one program a token. The plain twins are `transformer.RMSNorm` and `transformer.FeedForward`.
+"""
 
 from __future__ import annotations
 
@@ -40,35 +41,6 @@ def gate(both: Tensor, out: Tensor) -> None:
     _gate[(tokens, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024, num_warps=4)
 
 
-def spread(
-    qkv: Tensor,
-    heads: Heads,
-    inv_freq: Tensor,
-    out: tuple[Tensor, Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
-    table: Tensor,
-) -> None:
-    """Queries, keys and values of R whole prompts of L places, normed and rotated, from their product `qkv` (R · L, ·).
-
-    `out` are (R, L, heads, width) each; keys and values also go into the pages that `table` (R, pages) int32 names.
-    """
-    rows, length = out[0].shape[:2]
-    total = heads.heads + 2 * heads.kv_heads
-    norms = heads.q_norm if heads.q_norm is not None else qkv, heads.k_norm if heads.k_norm is not None else qkv
-    _spread[(length, rows)](
-        *(qkv, *norms, heads.bias if heads.bias is not None else qkv, inv_freq, *out, *cache, table, length),
-        *(table.stride(0), heads.eps),
-        H=heads.heads,
-        KV=heads.kv_heads,
-        HALF=heads.width // 2,
-        ALL=triton.next_power_of_2(total),
-        PAGE=cache[0].shape[2],
-        NORM=heads.q_norm is not None,
-        BIAS=heads.bias is not None,
-        num_warps=4,
-    )
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_norm(X, MORE, WEIGHT, OUT, width, eps, ADD: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, WIDTH)
@@ -93,51 +65,3 @@ def _gate(BOTH, OUT, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def
     ups = tl.load(BOTH + token * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
     gates = (gates / (1.0 + tl.exp(-gates))).to(OUT.dtype.element_ty).to(tl.float32)
     tl.store(OUT + token * width + at, (gates * ups).to(OUT.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _spread(  # type: ignore[no-untyped-def]
-    A, QNORM, KNORM, BIASES, FREQ, Q, K, V, KEYS, VALUES, TABLE, length, table_step, eps,
-    H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, ALL: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    C: tl.constexpr = 2 * HALF
-    KIND: tl.constexpr = Q.dtype.element_ty
-    place, row = tl.program_id(0), tl.program_id(1)
-    token = (row * length + place).to(tl.int64)
-    head, c = tl.arange(0, ALL)[:, None], tl.arange(0, HALF)[None, :]
-    is_q, is_k, is_v = head < H, (head >= H) & (head < H + KV), (head >= H + KV) & (head < H + 2 * KV)
-    given = head < H + 2 * KV
-    at = A + token * (H + 2 * KV) * C + head * C + c
-    first, second = tl.load(at, mask=given, other=0.0), tl.load(at + HALF, mask=given, other=0.0)
-    first, second = first.to(tl.float32), second.to(tl.float32)
-    if BIAS:
-        first = (first + tl.load(BIASES + head * C + c, mask=given, other=0.0).to(tl.float32)).to(KIND).to(tl.float32)
-        second += tl.load(BIASES + head * C + HALF + c, mask=given, other=0.0).to(tl.float32)
-        second = second.to(KIND).to(tl.float32)
-    one, two = first, second
-    if NORM:
-        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / C + eps)[:, None]
-        norm1 = tl.where(is_q, tl.load(QNORM + c).to(tl.float32), tl.load(KNORM + c).to(tl.float32))
-        norm2 = tl.where(is_q, tl.load(QNORM + HALF + c).to(tl.float32), tl.load(KNORM + HALF + c).to(tl.float32))
-        one = ((first * scale).to(KIND).to(tl.float32) * norm1).to(KIND).to(tl.float32)
-        two = ((second * scale).to(KIND).to(tl.float32) * norm2).to(KIND).to(tl.float32)
-    angle = place.to(tl.float32) * tl.load(FREQ + c)
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    turned1, turned2 = (one * cos - two * sin).to(KIND), (two * cos + one * sin).to(KIND)
-    to_q = Q + token * H * C + head * C + c
-    tl.store(to_q, turned1, mask=is_q)
-    tl.store(to_q + HALF, turned2, mask=is_q)
-    to_k = token * KV * C + (head - H) * C + c
-    tl.store(K + to_k, turned1, mask=is_k)
-    tl.store(K + to_k + HALF, turned2, mask=is_k)
-    to_v = token * KV * C + (head - H - KV) * C + c
-    tl.store(V + to_v, first.to(KIND), mask=is_v)
-    tl.store(V + to_v + HALF, second.to(KIND), mask=is_v)
-    page = tl.load(TABLE + row * table_step + place // PAGE).to(tl.int64)
-    key = ((page * KV + head - H) * PAGE + place % PAGE) * C + c
-    tl.store(KEYS + key, turned1, mask=is_k)
-    tl.store(KEYS + key + HALF, turned2, mask=is_k)
-    value = ((page * KV + head - H - KV) * PAGE + place % PAGE) * C + c
-    tl.store(VALUES + value, first.to(KIND), mask=is_v)
-    tl.store(VALUES + value + HALF, second.to(KIND), mask=is_v)

@@ -200,7 +200,7 @@ def multiplied(  # type: ignore[no-untyped-def]
     A, W, n, row, real, first, last, inner,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, INT8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """ForwardShape `n` of a weight times rows `row` of A, over the columns from `first` to `last`: (BN, BM)."""
+    """Rows `n` of a weight times rows `row` of A, over the columns from `first` to `last`: (BN, BM)."""
     KIND: tl.constexpr = A.dtype.element_ty
     total = tl.zeros((BN, BM), tl.float32)
     if INT8:
