@@ -136,7 +136,7 @@ def test_rows_are_written_in_place_and_given_to_the_next(monkeypatch: pytest.Mon
 
 
 def test_prompts_come_in_pieces_beside_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt does not stop the others: a pass follows every piece, and its pieces share the space with others."""
+    """A long prompt does not stop the others: a pass follows every piece, and other prompts share its space."""
     order: list[Any] = []
     fill, start = Places._fill, Places._start_pass
     monkeypatch.setattr(
@@ -284,8 +284,8 @@ def gpu_model(name: str, dtype: torch.dtype, **shape: Any) -> LoadedModel:
 )
 @pytest.mark.parametrize("name", ALL)
 def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most: int) -> None:
-    """In fp32 kernels and graphs give the texts of the reference loop, of sampled requests, too. In bf16 they round less
-    often than the plain model does, and texts part where two tokens are nearly as good: they are to be as close to what
+    """In fp32 kernels and graphs give the texts of the reference loop, sampled ones, too. In bf16 they round less often
+    than the plain model does, and texts part where two tokens are nearly as good: they are to be as close to what
     the same weights write in fp32 as the plain model's are."""
     from freda.decode.packed import PackedModel
 

@@ -1,4 +1,4 @@
-"""A pass as one function of tensors: what is known of R requests goes from pass to pass without a round trip to the host.
+"""A pass as one function of tensors: what is known of R requests goes from pass to pass, and not through the host.
 
 A pass is candidates, forward, choice, prediction, commitment, and, where a block has closed, the next block, blank, with
 the closed one to be committed. Texts end here, too, at a stop token or at their length, so that the next pass can be
@@ -12,6 +12,7 @@ decides which requests have rows, and reads the reports, is `places.py`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import abc
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -97,8 +98,8 @@ def new_held(rows: int, pages: int, parts: Parts, block: int, stop_ids: abc.Sequ
 
 # -- entering --------------------------------------------------------------------------------------------------------
 
-WHOLE = ("row", "real", "begin", "end", "stored", "pending", "tail")
-WHOLE += ("passes", "seed", "width", "swaps", "sampled", "gumbel")
+PLACE = ("row", "real", "begin", "end", "stored", "pending", "tail")
+WHOLE = (*PLACE, "passes", "seed", "width", "swaps", "sampled", "gumbel")
 FLOATS = ("threshold", "temperature", "top_p", "tau")
 
 
@@ -114,7 +115,8 @@ def enter(held: Held, records: Tensor, blank_id: int) -> None:
     the one to commit, and the pages of the text.
     """
     block, counts = held.pending_ids.shape[1], (len(WHOLE), len(FLOATS))
-    whole, floats, ids, pending_ids, table = records.split([*counts, block, block, held.texts.table.shape[1]], dim=1)
+    widths = [*counts, block, block, held.texts.table.shape[1]]
+    whole, floats, ids, pending_ids, table = torch.split(records, widths, dim=1)
     w = dict(zip(WHOLE, whole.unbind(1), strict=True))
     f = dict(zip(FLOATS, floats.view(torch.float64).float().unbind(1), strict=True))
     given = torch.arange(block, device=ids.device) < w["tail"][:, None]
@@ -233,7 +235,7 @@ class Report:
         self.passes = numbers[:, 4]
         ends = [5, 5 + block, 5 + 2 * block, 5 + 3 * block, 6 + 3 * block, 7 + 3 * block, 7 + 3 * block + candidates]
         self.ids, self.committed, prob, self.valid, self.winner, scores = (
-            numbers[:, begin:end] for begin, end in zip(ends, ends[1:], strict=False)
+            numbers[:, begin:end] for begin, end in itertools.pairwise(ends)
         )
         self.prob, self.scores = prob.view("float32"), scores.view("float32")
         self.candidates = numbers[:, ends[-1] :].reshape(len(numbers), candidates, block)

@@ -20,7 +20,7 @@ from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
 from freda.decode.pages import BlockTable, ForwardShape, Pages, Pieces
 from freda.folders import quantize
-from freda.methods.draft import Prediction
+from freda.methods.draft import Prediction, Sampling, predict
 from freda.model.config import ModelConfig
 from freda.model.transformer import Attention, Layer, Transformer
 
@@ -142,12 +142,15 @@ def _joined(layers: Sequence[Sequence[nn.Linear]]) -> Tensor:
 class PackedModel:
     """A Transformer over the pages of an engine, for the forwards of decoding."""
 
+    graphs = True
+
     def __init__(self, model: Transformer, pages: Pages, *, int8: bool = False) -> None:
         self.model, self.pages, self.cache = model, pages, pages.layers
         self.stacked, self.layers = pack(model)
         # Few tokens wait for the weights, which as int8 are half as many bytes. Many tokens take them as they are.
         self.few = in_int8(self.stacked) if int8 else self.stacked
         self.few_layers = [_layer(self.few, number, model.config) for number in range(len(self.layers))]
+        self._filling: FillBuffers | None = None
         head = model.head_weight.detach()
         self.head = Matrix(head)
         if int8:
@@ -216,9 +219,11 @@ class PackedModel:
 
     def fill_buffers(self, tokens: int) -> FillBuffers:
         """Memory for a `fill` over so many tokens."""
-        layer, like = self.layers[0], self.stacked.out
-        sizes = (like.shape[1], like.shape[1], like.shape[2], like.shape[2], len(layer.gate_up.values) // 2)
-        return FillBuffers(*(like.new_zeros(tokens, size) for size in sizes))
+        if self._filling is None or len(self._filling.x) < tokens:  # one memory for all, if the largest comes first
+            layer, like = self.layers[0], self.stacked.out
+            sizes = (like.shape[1], like.shape[1], like.shape[2], like.shape[2], len(layer.gate_up.values) // 2)
+            self._filling = FillBuffers(*(like.new_zeros(tokens, size) for size in sizes))
+        return FillBuffers(*(part[:tokens] for part in self._filling))
 
     def fill(self, pieces: Pieces, table: Tensor, block_size: int, buffers: FillBuffers) -> None:
         """Keys and values of pieces of prompts into the pages that `table` (rows, pages) int32 names.
@@ -251,8 +256,24 @@ class PackedModel:
         scale = torch.rsqrt(squares.sum(0) / x.shape[1] + self.model.config.norm_eps)
         return (scaled.float() * scale[:, None]).to(scaled.dtype)
 
-    def predict(self, tokens: Tensor, buffers: Buffers) -> Prediction:
+    def soft(self, tokens: Tensor, buffers: Buffers) -> Tensor:
+        """What a scorer sees of `tokens`, which number those of the forward: (..., D)."""
+        return self.hidden(buffers)[tokens]
+
+    def logits(self, tokens: Tensor, buffers: Buffers) -> Tensor:
+        """All logits."""
+        return self.model.logits(self.hidden(buffers)[tokens])
+
+    def predict(
+        self,
+        tokens: Tensor,
+        buffers: Buffers,
+        sampling: Sampling | None = None,
+        position: Tensor | None = None,
+    ) -> Prediction:
         """The likeliest ids of `tokens` (N, B), which number those of the forward, and the runners-up."""
+        if sampling is not None:
+            return predict(self.logits(tokens, buffers), sampling, position, runner_up=True)
         blank, eps = self.model.blank_id, self.model.config.norm_eps
         if tokens.numel() > skinny.MOST_ROWS or len(buffers.stream.x) > skinny.MOST_ROWS:
             hidden, weight, _ = self.model.head(self.hidden(buffers)[tokens.flatten()])

@@ -1,7 +1,7 @@
 """The requests of one method that run side by side: each has a row on the device, from its admission to its end.
 
-A step of the host brings pieces of prompts into the pages, writes the rows of requests that enter or leave, and starts a
-pass, all without waiting for the device; then it reads the report of the pass before. So the device always has work,
+A step of the host brings pieces of prompts into the pages, writes the rows of requests that enter or leave, and starts
+a pass, all without waiting for the device; then it reads the report of the pass before. So the device always has work,
 and the host learns of a block one pass after it has closed. What a forward must have room for is then a guess: the host
 knows which requests will close a block for sure, and how often the others do. Who finds no room waits for the next
 pass, and nothing else changes (`device.laid_out`).
@@ -140,9 +140,8 @@ class Places:
         found |= {"row": text.row, "real": real, "begin": begin, "stored": text.stored, "pending": len(pending)}
         found |= {"tail": len(text.tail), "end": len(asked.prompt) + asked.max_new_tokens}
         found |= {"sampled": asked.candidates == "sampled", "gumbel": asked.select == "gumbel"}
-        values = [int(found[name]) for name in WHOLE] + [
-            *struct.unpack("4q", struct.pack("4d", *(found[name] for name in FLOATS)))
-        ]
+        bits = struct.unpack("4q", struct.pack("4d", *(found[name] for name in FLOATS)))
+        values = [*(int(found[name]) for name in WHOLE), *bits]
         padded = [tokens + [0] * (block - len(tokens)) for tokens in (text.tail, pending)]
         return [*values, *padded[0], *padded[1], *text.table, *[0] * (self.table_pages - len(text.table))]
 
@@ -227,7 +226,7 @@ class Places:
         """What brings in `size` tokens, given as `there`."""
 
         def made() -> Runs:
-            given = Pieces(*there[: 3 * size].view(3, size).unbind(), there[3 * size :].view(-1, 2))
+            given = Pieces(*there[: 3 * size].chunk(3), tiles=there[3 * size :].view(-1, 2))
             buffers = self.backend.fill_buffers(size)
             return functools.partial(self.backend.fill, given, self._held.texts.table, self.block, buffers), []
 
@@ -255,7 +254,7 @@ class Places:
                 for packed in {whole} if whole * block <= FEW_TOKENS else sizes:
                     for long in {False, rows <= FEW_ROWS}:
                         self._pass_of((ForwardShape(rows, block, blocks, packed), limits, long))
-        for size in {max(LEAST_FILL, rounded(size, 4)) for size in range(1, most + 1)}:
+        for size in sorted({max(LEAST_FILL, rounded(size, 4)) for size in range(1, most + 1)}, reverse=True):
             count = size // PIECE_TILE + MOST_PIECES
             nothing = self._staging.given((3 * size + 2 * count,), torch.int32)
             nothing[: 2 * size], nothing[2 * size : 3 * size], nothing[3 * size :] = 0, -1, 0
@@ -329,7 +328,7 @@ class Places:
         self.waited += time.perf_counter() - begun
         self._learn(flight, report)
         over = report.closed | ~report.finite
-        for row in np.flatnonzero(report.going):
+        for row in np.flatnonzero(report.going).tolist():
             text = flight.texts[row]
             if text is None or text.output is not None:
                 continue

@@ -117,9 +117,9 @@ class PlainModel:
         """Nothing is kept."""
 
     def fill(self, pieces: Pieces, table: Tensor, block_size: int, buffers: None) -> None:
-        """Keys and values of pieces of prompts into the pages that `table` (R, pages) names, all pieces side by side."""
+        """Keys and values of pieces of prompts into the pages that `table` (R, pages) names."""
         real = pieces.position >= 0
-        rows, piece = pieces.row[real].unique(return_inverse=True)
+        rows, piece = torch.unique(pieces.row[real], return_inverse=True)
         begin = torch.full_like(rows, 2**30).scatter_reduce(0, piece, pieces.position[real], "amin")
         place = (pieces.position[real] - begin[piece]).long()
         shape = (len(rows), int(place.max()) + 1)
