@@ -226,7 +226,8 @@ class Places:
         """What brings in `size` tokens, given as `there`."""
 
         def made() -> Runs:
-            given = Pieces(*there[: 3 * size].chunk(3), tiles=there[3 * size :].view(-1, 2))
+            ids, rows, position = there[: 3 * size].chunk(3)
+            given = Pieces(ids, rows, position, there[3 * size :].view(-1, 2))
             buffers = self.backend.fill_buffers(size)
             return functools.partial(self.backend.fill, given, self._held.texts.table, self.block, buffers), []
 
