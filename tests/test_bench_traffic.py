@@ -12,14 +12,13 @@ import torch
 from freda.bench import decode, traffic
 from freda.bench.traffic import Run, Traffic, arrival_times, parse_rate, parse_span
 from freda.cli import run
-from freda.decode import engine
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine, Handle
 from freda.decode.request import Request
 from freda.errors import FredaError
 from freda.folders.model_folder import LoadedModel
 from freda.model.config import ModelConfig
-from tests.helpers import PlainBackend, scored
+from tests.helpers import scored, use_ahead
 
 pytestmark = pytest.mark.usefixtures("rates_once")
 LENGTHS = ("equal", "mixed")
@@ -86,7 +85,7 @@ def test_every_number_of_places_has_its_rows(tmp_path: Path) -> None:
 
 
 def test_the_rows_name_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "_packed_model", lambda model, pages, *, int8: PlainBackend(model, pages))
+    use_ahead(monkeypatch)
     for options, name in ([], "engine with kernels and graphs"), (["--plain"], "plain engine"):
         rows = measured(tmp_path / "bench.json", "--mixed", *options)["traffic"]
         assert [row["what"] for row in rows] == [f"{name}, self-refine, {what}" for what in LENGTHS]

@@ -20,7 +20,7 @@ from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
 from freda.decode.pages import BlockTable, ForwardShape, Pages, Pieces
 from freda.folders import quantize
-from freda.methods.draft import Prediction, Sampling, predict
+from freda.methods.draft import Prediction, Sampling
 from freda.model.config import ModelConfig
 from freda.model.transformer import Attention, Layer, Transformer
 
@@ -260,25 +260,28 @@ class PackedModel:
         """What a scorer sees of `tokens`, which number those of the forward: (..., D)."""
         return self.hidden(buffers)[tokens]
 
-    def logits(self, tokens: Tensor, buffers: Buffers) -> Tensor:
-        """All logits."""
-        return self.model.logits(self.hidden(buffers)[tokens])
-
     def predict(
-        self,
-        tokens: Tensor,
-        buffers: Buffers,
-        sampling: Sampling | None = None,
-        position: Tensor | None = None,
+        self, tokens: Tensor, buffers: Buffers, sampling: Sampling | None = None, position: Tensor | None = None
     ) -> Prediction:
-        """The likeliest ids of `tokens` (N, B), which number those of the forward, and the runners-up."""
-        if sampling is not None:
-            return predict(self.logits(tokens, buffers), sampling, position, runner_up=True)
+        """The ids of `tokens` (N, B), which number those of the forward, and the runners-up: the likeliest ones, or
+        drawn as `sampling` says for `position` (N, B)."""
         blank, eps = self.model.blank_id, self.model.config.norm_eps
-        if tokens.numel() > skinny.MOST_ROWS or len(buffers.stream.x) > skinny.MOST_ROWS:
-            hidden, weight, _ = self.model.head(self.hidden(buffers)[tokens.flatten()])
-            found = pick.pick_of(hidden @ weight.detach().T, blank)
+        if sampling is not None:
+            assert position is not None
+            found = pick.sample(self._raw_logits(tokens, buffers), blank, sampling, position)
+        elif tokens.numel() > skinny.MOST_ROWS or len(buffers.stream.x) > skinny.MOST_ROWS:
+            found = pick.pick_of(self._raw_logits(tokens, buffers), blank)
         else:
             partial = pick.new_partial(tokens.numel(), blank, tokens.device)
             found = pick.pick(buffers.stream, tokens.flatten(), self.head, blank, eps, partial)
         return Prediction(*(part.view(tokens.shape) for part in found))
+
+    def logits(self, tokens: Tensor, buffers: Buffers) -> Tensor:
+        """The logits of `tokens` (N, B), as `Transformer.logits`: fp32, (N, B, blank_id)."""
+        return self._raw_logits(tokens, buffers)[:, : self.model.blank_id].float().view(*tokens.shape, -1)
+
+    def _raw_logits(self, tokens: Tensor, buffers: Buffers) -> Tensor:
+        """The logits of all of `tokens`, one below the other, as the library makes them: with columns that mean no id
+        at the end."""
+        hidden, weight, _ = self.model.head(self.hidden(buffers)[tokens.flatten()])
+        return hidden @ weight.detach().T
