@@ -101,9 +101,9 @@ def test_no_prompt_comes_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     """The engine would find its pages again, and have no prefill to do."""
     prompts, submit = [], Engine.submit
 
-    def seen(engine: Engine, request: Request) -> Handle:
+    def seen(engine: Engine, request: Request, *ended: Any) -> Handle:
         prompts.append(tuple(request.prompt))
-        return submit(engine, request)
+        return submit(engine, request, *ended)
 
     monkeypatch.setattr(Engine, "submit", seen)
     measured(tmp_path / "bench.json", "--prompts", "12-17", "--arrivals", "100", "--arrivals", "50%")

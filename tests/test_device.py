@@ -172,7 +172,7 @@ def test_no_length_needs_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_sizes_of_graphs() -> None:
-    assert [rounded(count) for count in (1, 7, 8, 9, 17, 100, 128, 129, 200)] == [1, 7, 8, 9, 18, 104, 128, 144, 208]
+    assert [rounded(count) for count in (1, 7, 8, 9, 17, 100, 128, 129, 200)] == [8, 8, 8, 9, 18, 104, 128, 144, 208]
     assert all(count <= rounded(count) <= max(8, count) * 1.125 for count in range(1, 1000))
 
 

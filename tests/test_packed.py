@@ -195,9 +195,9 @@ def two_storages(model: Transformer, count: int, generator: torch.Generator) -> 
 
 
 def stored_error(storage: list[Pages]) -> float:
-    """The largest error of keys or values of a layer, in all pages."""
+    """The largest error of keys or values of a layer, in all pages but the spare one, where padding may go."""
     both = zip(*(pages.layers for pages in storage), strict=True)
-    return max(error(one, two) for layers in both for one, two in zip(*layers, strict=True))
+    return max(error(one[:-1], two[:-1]) for layers in both for one, two in zip(*layers, strict=True))
 
 
 def error(one: Tensor, two: Tensor) -> float:

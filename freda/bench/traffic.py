@@ -152,13 +152,16 @@ class Run:
 
     def _read(self, moment: float) -> None:
         """Take what has been filed by this moment."""
+        ended = []
         for handle, times in self.reading.items():
             for event in handle.take():
                 assert isinstance(event, Event)  # no request is watched
                 require(event.finish != "error", event.error)
                 times.append(moment)
                 self.tokens += len(event.tokens)
-        self.reading = {one: times for one, times in self.reading.items() if not one.finished}
+                ended += [handle] * bool(event.finish)
+        for handle in ended:
+            del self.reading[handle]
 
 
 def _row(what: str, load: Traffic, run: Run) -> dict[str, Any]:

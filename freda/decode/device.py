@@ -1,9 +1,9 @@
 """A pass as one function of tensors: what is known of R requests goes from pass to pass, and not through the host.
 
 A pass is candidates, forward, choice, prediction, commitment, and, where a block has closed, the next block, blank,
-with the closed one to be committed. Texts end here, too, at a stop token or at their length, so that the next pass can be
-started before the host has read the report of this one. On CUDA a pass is captured as a graph, once for each shape of
-its forward. What a request is on the device is a row of `Held`: `enter` writes rows in place.
+with the closed one to be committed. Texts end here, too, at a stop token or at their length, so that the next pass can
+be started before the host has read the report of this one. On CUDA a pass is captured as a graph, once for each shape
+of its forward. What a request is on the device is a row of `Held`: `enter` writes rows in place.
 
 Who does the forward is a `ForwardBackend`: the kernels of `packed.py`, or the Transformer itself (`plain.py`). Who
 decides which requests have rows, and reads the reports, is `places.py`.

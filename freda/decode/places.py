@@ -54,15 +54,15 @@ Runs = tuple[Callable[[], Tensor | None], Sequence[Tensor]]  # a function, and w
 
 
 def rounded(count: int, steps: int = 8) -> int:
-    """The next of so many sizes between two powers of two: graphs are made for these."""
-    step = max(1, (1 << (count - 1).bit_length()) // (2 * steps))
+    """The next of so many sizes between two powers of two, 8 being the least: graphs are made for these."""
+    step = max(1, (1 << (count - 1).bit_length()) // (2 * steps)) if count > 8 else 8
     return -(-count // step) * step
 
 
 class Flight(NamedTuple):
     """A pass that was started: who has a row in it, and how to wait for its report."""
 
-    texts: list[Text | None]
+    numbers: np.ndarray  # of the requests in its rows
     read: Callable[[], Report]
 
 
@@ -106,7 +106,8 @@ class Places:
         self._limits: Limits | None = None
         zeros = np.zeros(self.count, dtype=np.int64)
         self._live, self._flying, self._pending = (zeros.astype(bool) for _ in range(3))
-        self._done, self._most, self._left, self._width = (zeros.copy() for _ in range(4))
+        self._watched, self._numbers = zeros.astype(bool), zeros.copy()
+        self._done, self._most, self._left, self._width, self._forwards = (zeros.copy() for _ in range(5))
         self._early = 0.0  # how many of the blocks that may close early do so
         self._stalled = False  # whether somebody found no room in the last pass that was read
 
@@ -127,7 +128,9 @@ class Places:
         row = text.row
         if text in self.filling:
             self.filling.remove(text)
+        text.nfe = int(self._forwards[row]) if self._numbers[row] == text.index else 0
         self.texts[row], self._live[row], self._flying[row], self._limits = None, False, False, None
+        self._numbers[row] = 0
         heapq.heappush(self._free, row)
         if not known:
             self._records[row] = [row, *[0] * (record_width(self.block, self.table_pages) - 1)]
@@ -148,6 +151,7 @@ class Places:
     def _begin(self, text: Text) -> None:
         """All of a prompt is in the pages, or will be before the next pass: the request can run."""
         row, asked = text.row, text.request
+        self._numbers[row], self._watched[row], self._forwards[row] = text.index, asked.watch, 0
         self._records[row] = self._record(text, real=True)
         self._live[row], self._flying[row], self._pending[row] = True, False, text.stored < len(text.clean)
         self._done[row], self._most[row] = 0, asked.passes if self.slots else 1
@@ -248,10 +252,10 @@ class Places:
             return
         limits, block = self.method.limits([like]), self.block
         counts = {1, limits.width} if self.slots else {0}
-        for rows in sorted({min(self.count, 1 << power) for power in range(self.count.bit_length() + 1)}):
-            for blocks in (1 + drafts for drafts in counts):
+        for blocks in (1 + drafts for drafts in counts):
+            for rows in sorted({self._bucket(top, blocks) for top in range(1, self.count + 1)}):
                 whole = rows * blocks
-                sizes = {min(whole, rounded(size)) for size in range(max(1, rows // 2), whole + 1)}
+                sizes = {min(whole, rounded(size)) for size in range(1, whole + 1)}
                 for packed in {whole} if whole * block <= FEW_TOKENS else sizes:
                     for long in {False, rows <= FEW_ROWS}:
                         self._pass_of((ForwardShape(rows, block, blocks, packed), limits, long))
@@ -277,7 +281,7 @@ class Places:
         assert report is not None
         arrived = self._staging.fetched(report[:top])
         block, candidates = self.block, max(1, shape.blocks - 1)
-        self.flights.append(Flight(self.texts[:top], lambda: Report(arrived(), block, candidates)))
+        self.flights.append(Flight(self._numbers[:top].copy(), lambda: Report(arrived(), block, candidates)))
         self._flying[:] = self._live
         self.passes += 1
 
@@ -309,17 +313,22 @@ class Places:
         drafts = np.where(fresh, 1, self._width if limits.width > 1 else 1)[live]
         several = self.slots > 0 and bool((drafts > 1).any())
         blocks = 1 + (limits.width if several else 1) if self.slots else 1
-        rows = top if not self.ahead else min(self.count, 1 << (top - 1).bit_length())
-        if rows * blocks * self.block <= FEW_TOKENS and self.ahead:
+        if not self.ahead:
+            return ForwardShape(top, self.block, blocks, top * blocks)
+        rows = self._bucket(top, blocks)
+        if rows * blocks * self.block <= FEW_TOKENS:
             return ForwardShape(rows, self.block, blocks, rows * blocks)
         guess, spread = self._early * may.sum(), (self._early * (1 - self._early) * may.sum()) ** 0.5
         commits = (live & ~flying & self._pending).sum() + (closes & (self._left > self.block)).sum()
         commits += int(np.ceil(guess + 2 * spread))
         needed = int(commits) + (int(drafts.sum()) if self.slots else 0)
         most = rows * blocks
-        if not self.ahead or self._stalled:
-            return ForwardShape(rows, self.block, blocks, most)
-        return ForwardShape(rows, self.block, blocks, min(most, rounded(max(needed, rows // 2))))
+        return ForwardShape(rows, self.block, blocks, most if self._stalled else min(most, rounded(needed)))
+
+    def _bucket(self, top: int, blocks: int) -> int:
+        """The rows of a forward for the first `top`: few have a size of their own; more share one, and are packed."""
+        rows = 1 << (top - 1).bit_length()
+        return rows if rows < self.count and rows * blocks * self.block <= FEW_TOKENS else self.count
 
     def read(self) -> Iterator[Happened]:
         """Wait for the oldest pass that was started; what it did for every request that has not ended since."""
@@ -327,25 +336,25 @@ class Places:
         begun = time.perf_counter()
         report = flight.read()
         self.waited += time.perf_counter() - begun
-        self._learn(flight, report)
+        numbers = flight.numbers
+        same = (numbers > 0) & (numbers == self._numbers[: len(numbers)])  # rows that have not changed hands since
+        self._learn(report, same)
         over = report.closed | ~report.finite
-        for row in np.flatnonzero(report.going).tolist():
-            text = flight.texts[row]
-            if text is None or text.output is not None:
-                continue
-            text.nfe += 1
-            text.stored = len(text.clean)
+        told = report.going & same & (over | self._watched[: len(same)])
+        ids = report.ids.tolist()
+        for row in np.flatnonzero(told).tolist():
+            text = self.texts[row]
+            assert text is not None
+            text.nfe, text.stored = int(self._forwards[row]), len(text.clean)
             seen = self._seen(text, report, row) if text.request.watch else None
-            if over[row] or seen is not None:
-                ids = report.ids[row].tolist() if report.finite[row] else []
-                yield Happened(text, seen, ids if over[row] else None)
+            yield Happened(text, seen, (ids[row] if report.finite[row] else []) if over[row] else None)
 
-    def _learn(self, flight: Flight, report: Report) -> None:
-        """What a report says about the rows, where they have not changed hands since."""
-        same = np.array([one is not None and one is now for one, now in zip(flight.texts, self.texts, strict=False)])
+    def _learn(self, report: Report, same: np.ndarray) -> None:
+        """What a report says about the rows, as far as they are the `same`."""
         count = len(same)
         went = same & report.going
-        self._stalled = bool((same & ~report.going).any())
+        self._stalled = bool((self._live[:count] & same & ~report.going).any())
+        self._forwards[:count] += went
         may = went & (report.passes < self._most[:count])
         if may.any():
             self._early += 0.2 * ((report.closed & may).sum() / may.sum() - self._early)
