@@ -138,11 +138,15 @@ def test_rows_are_written_in_place_and_given_to_the_next(monkeypatch: pytest.Mon
 def test_prompts_come_in_pieces_beside_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt does not stop the others: a pass follows every piece, and other prompts share its space."""
     order: list[Any] = []
-    fill, start = Places._fill, Places._start_pass
-    monkeypatch.setattr(
-        Places, "_fill", lambda self, pieces: (order.append([e - b for _, b, e in pieces]), fill(self, pieces))[1]
-    )
-    monkeypatch.setattr(Places, "_start_pass", lambda self: (order.append("pass"), start(self))[1])
+    staged, start = Places._staged, Places._start_pass
+
+    def pieces(self: Places, taken: Any, size: int) -> Any:
+        order.append([end - begin for _, begin, end in taken])
+        return staged(self, taken, size)
+
+    monkeypatch.setattr(places, "RIDES", (8, 16, 32))
+    monkeypatch.setattr(Places, "_staged", pieces)
+    monkeypatch.setattr(Places, "_start_pass", lambda self, *given: (order.append("pass"), start(self, *given))[1])
     model = scored()
     engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=100, prefill=64), AheadModel)
     rng = random.Random(1)

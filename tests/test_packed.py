@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     def where(self, generator: torch.Generator) -> Tensor:
         """The places of all blocks (R, J); packed ones are in any order, with padding anywhere among them."""
-        rows, _, blocks, packed = self.shape
+        rows, _, blocks, packed, _ = self.shape
         if self.shape.dense:
             return torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks)
         where = torch.full((rows, blocks), -1, dtype=torch.int32)
@@ -205,7 +205,8 @@ def error(one: Tensor, two: Tensor) -> float:
 
 
 def compare_fill(device: str, dtype: torch.dtype, **sizes: Any) -> float:
-    """The error of all pages after pieces of three prompts, one of which begins here, with padding among them."""
+    """The error of all pages after pieces of three prompts, one of which begins here, with padding among them; first
+    alone, then with the first blocks behind these prompts in the same forward, and the error of what these become."""
     from freda.decode.kernels import prompts
     from freda.decode.packed import PackedModel
 
@@ -220,11 +221,25 @@ def compare_fill(device: str, dtype: torch.dtype, **sizes: Any) -> float:
         tokens += [(position, row) for position in range(begin, end)] + [(-1, 0)]
     position, row = torch.tensor(tokens, dtype=torch.int32, device=device).T.contiguous()
     ids = torch.randint(0, model.blank_id, (len(tokens),), generator=generator).to(device, torch.int32)
-    pieces = Pieces(ids, row, position, torch.tensor(tiles, dtype=torch.int32, device=device))
+    pieces = Pieces(ids, row, position, torch.tensor(tiles, dtype=torch.int32, device=device), table)
+    shape, rides = ForwardShape(1, 4, 1, 0, len(tokens)), ForwardShape(3, 4, 2, 4, len(tokens))
+    where = torch.tensor([[-1, 2], [-1, 0], [-1, 1]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([12, 52, 68], dtype=torch.int32, device=device)
+    texts = BlockTable(table, lengths, torch.zeros_like(lengths))
+    given = (ids[:16].long(), torch.rand(16, generator=generator).to(device))
+    found = []
     with patch.multiple(prompts, PIECE_TILE=tile, **small):
         for backend in (Twin(model, storage[0]), PackedModel(model, storage[1])):
-            backend.fill(pieces, table, 4, backend.fill_buffers(len(tokens)))  # type: ignore[arg-type]
-    return stored_error(storage)
+            backend.fill(pieces, shape, backend.buffers(shape, long=False))  # type: ignore[arg-type]
+    alone = stored_error(storage)
+    with patch.multiple(prompts, PIECE_TILE=tile, **small):
+        for pages, kind in zip(storage, (Twin, PackedModel), strict=True):
+            pages.storage.zero_()
+            backend = kind(model, pages)
+            buffers = backend.buffers(rides, long=False)
+            backend.run(given, where, texts, rides, buffers, pieces)  # type: ignore[arg-type]
+            found.append(backend.hidden(buffers)[:12])  # type: ignore[arg-type]
+    return max(alone, stored_error(storage), error(*found[::-1]))
 
 
 def check_picks() -> None:

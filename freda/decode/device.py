@@ -37,9 +37,16 @@ class ForwardBackend(Protocol):
         """Memory for a forward; `long`: over long texts."""
 
     def run(
-        self, given: tuple[Tensor, Tensor], where: Tensor, texts: BlockTable, shape: ForwardShape, buffers: Any
+        self,
+        given: tuple[Tensor, Tensor],
+        where: Tensor,
+        texts: BlockTable,
+        shape: ForwardShape,
+        buffers: Any,
+        pieces: Pieces | None = None,
     ) -> None:
-        """All layers over tokens `given` as (ids, α), each (P · B,); blocks to commit go into the pages.
+        """All layers over blocks of tokens `given` as (ids, α), each (P · B,), and over pieces of prompts; prompts and
+        blocks to commit go into the pages.
 
         `where` (R, J) int32: the place of each request's blocks among the packed ones; -1: not in this forward.
         """
@@ -55,11 +62,8 @@ class ForwardBackend(Protocol):
     def logits(self, tokens: Tensor, buffers: Any) -> Tensor:
         """All logits of `tokens` (N, B), in fp32."""
 
-    def fill_buffers(self, tokens: int) -> Any:
-        """Memory for `fill` with so many tokens."""
-
-    def fill(self, pieces: Pieces, table: Tensor, block_size: int, buffers: Any) -> None:
-        """Keys and values of pieces of prompts into the pages that `table` (R, pages) names."""
+    def fill(self, pieces: Pieces, shape: ForwardShape, buffers: Any) -> None:
+        """Keys and values of pieces of prompts into the pages."""
 
 
 class Held(NamedTuple):
@@ -263,10 +267,11 @@ def pass_of(
     held: Held,
     kind: tuple[ForwardShape, Limits, bool],
     *,
-    compiled: bool,
+    pieces: Pieces | None = None,
+    compiled: bool = False,
 ) -> Callable[[], Tensor]:
     """The pass over all rows of `held`, with a forward of this shape for requests within these limits, over long texts
-    or not: a function that returns its report."""
+    or not, and over pieces of prompts: a function that returns its report."""
     shape, limits, long = kind
     before, choose, after = _around(compiled)
     buffers, blank_id = backend.buffers(shape, long), parts.backbone.blank_id
@@ -275,7 +280,7 @@ def pass_of(
     def run() -> Tensor:
         state = held.state
         ids, alpha, where, going, *found = before(held, method, limits, shape)
-        backend.run((ids, alpha), where, held.texts, shape, buffers)
+        backend.run((ids, alpha), where, held.texts, shape, buffers, pieces)
         blocks, soft = where.clamp_min(0).long(), None
         if shape.blocks > 2:
             soft = backend.soft((blocks[:, 1:, None] * shape.block + place).flatten(1), buffers)

@@ -60,16 +60,7 @@ class Buffers(NamedTuple):
     inner: Tensor  # (M, ffn)
     sums: skinny.Scratch
     attention: pages.Scratch
-
-
-class FillBuffers(NamedTuple):
-    """What a fill over T tokens writes to; padding leaves zeros."""
-
-    x: Tensor  # (T, D)
-    normed: Tensor  # (T, D)
-    q: Tensor  # (T, heads · width)
-    attended: Tensor  # (T, heads · width)
-    inner: Tensor  # (T, ffn)
+    queries: Tensor  # (T, heads · width), of prompts
 
 
 def fits(model: Transformer) -> bool:
@@ -150,7 +141,6 @@ class PackedModel:
         # Few tokens wait for the weights, which as int8 are half as many bytes. Many tokens take them as they are.
         self.few = in_int8(self.stacked) if int8 else self.stacked
         self.few_layers = [_layer(self.few, number, model.config) for number in range(len(self.layers))]
-        self._filling: FillBuffers | None = None
         head = model.head_weight.detach()
         self.head = Matrix(head)
         if int8:
@@ -175,6 +165,7 @@ class PackedModel:
             inner=empty(tokens, len(layer.gate_up.values) // 2),
             sums=skinny.new_scratch(tokens if few else 0, width, device),
             attention=pages.new_scratch(pages.cut_for(heads, shape, long=long), heads, shape, device),
+            queries=empty(shape.prompts, heads.heads * heads.width),
         )
 
     def run(
@@ -184,18 +175,33 @@ class PackedModel:
         texts: BlockTable,
         shape: ForwardShape,
         buffers: Buffers,
+        pieces: Pieces | None = None,
     ) -> None:
-        """All layers over tokens `given` as (ids, α), each (M,); what is committed goes into the pages.
+        """All layers over blocks of tokens `given` as (ids, α), each (P · B,), and over pieces of prompts; prompts and
+        what is committed go into the pages.
 
         `where` (R, J) int32 is the place of every request's block among the packed ones, -1 for one that is not in this
         forward. In a dense forward it is not looked at. Places that nobody names are padding.
         """
         assert shape == buffers.attention.shape, (shape, buffers.attention.shape)
-        model, stream = self.model, buffers.stream
-        skinny.embed(*given, model.embed_tokens.weight.detach(), model.blank_id, self.layers[0].norms[0], stream)
-        pages.rotary(where, texts, model.inv_freq, buffers.attention)
-        run = self._run_few if shape.tokens <= skinny.MOST_ROWS else self._run_many
-        run(where, texts, buffers)
+        ids, alpha = given
+        if pieces is not None:
+            ids, alpha = torch.cat([ids, pieces.ids.long()]), torch.cat([alpha, alpha.new_ones(shape.prompts)])
+        self._embed(ids, alpha, buffers)
+        pages.rotary(where, texts, self.model.inv_freq, buffers.attention)
+        if shape.tokens <= skinny.MOST_ROWS:
+            self._run_few(where, texts, buffers)
+        else:
+            self._run_many(where, texts, pieces, buffers)
+
+    def fill(self, pieces: Pieces, shape: ForwardShape, buffers: Buffers) -> None:
+        """All layers over pieces of prompts alone, for their keys and values."""
+        self._embed(pieces.ids.long(), torch.ones_like(pieces.ids, dtype=torch.float32), buffers)
+        self._run_many(None, None, pieces, buffers)
+
+    def _embed(self, ids: Tensor, alpha: Tensor, buffers: Buffers) -> None:
+        table, norm = self.model.embed_tokens.weight.detach(), self.layers[0].norms[0]
+        skinny.embed(ids, alpha, table, self.model.blank_id, norm, buffers.stream)
 
     def _run_few(self, where: Tensor, texts: BlockTable, buffers: Buffers) -> None:
         stream, eps = buffers.stream, self.model.config.norm_eps
@@ -206,43 +212,29 @@ class PackedModel:
             skinny.gate(stream, layer.gate_up, eps, buffers.inner)
             skinny.add(buffers.inner, layer.down, buffers.sums, norm, stream)
 
-    def _run_many(self, where: Tensor, texts: BlockTable, buffers: Buffers) -> None:
-        """The library's matrix products; `stream.scaled` holds the normed stream here."""
-        (x, normed, _), eps = buffers.stream, self.model.config.norm_eps
+    def _run_many(
+        self, where: Tensor | None, texts: BlockTable | None, pieces: Pieces | None, buffers: Buffers
+    ) -> None:
+        """The library's matrix products; `stream.scaled` holds the normed stream here.
+
+        A block sees what prompts store in the same forward: a request's first block rides with the end of its prompt.
+        """
+        (x, normed, _), eps, shape = buffers.stream, self.model.config.norm_eps, buffers.attention.shape
+        qkv, prompt = buffers.parts[0], slice(shape.packed * shape.block, None)
         rowwise.add_norm(x, None, self.layers[0].norms[0], eps, normed)
-        for layer, stored, norm in zip(self.layers, self.cache, self._following(), strict=True):
-            torch.mm(normed, layer.qkv.values.T, out=buffers.parts[0])
-            pages.attend(buffers.parts, stored, where, texts, layer.heads, buffers.attention, buffers.attended)
+        for number, (layer, stored, norm) in enumerate(zip(self.layers, self.cache, self._following(), strict=True)):
+            torch.mm(normed, layer.qkv.values.T, out=qkv)
+            if pieces is not None:
+                prompts.spread(qkv[prompt], pieces, layer.heads, self.model.inv_freq, stored, buffers.queries)
+            if where is not None and texts is not None:
+                pages.attend(buffers.parts, stored, where, texts, layer.heads, buffers.attention, buffers.attended)
+            elif number == len(self.layers) - 1:
+                return  # nobody asks for what comes after the last keys and values
+            if pieces is not None:
+                prompts.attend(buffers.queries, pieces, layer.heads, shape.block, stored, buffers.attended[prompt])
             rowwise.add_norm(x, buffers.attended @ layer.out.values.T, layer.norms[1], eps, normed)
             rowwise.gate(normed @ layer.gate_up.values.T, buffers.inner)
             rowwise.add_norm(x, buffers.inner @ layer.down.values.T, norm, eps, normed)
-
-    def fill_buffers(self, tokens: int) -> FillBuffers:
-        """Memory for a `fill` over so many tokens."""
-        if self._filling is None or len(self._filling.x) < tokens:  # one memory for all, if the largest comes first
-            layer, like = self.layers[0], self.stacked.out
-            sizes = (like.shape[1], like.shape[1], like.shape[2], like.shape[2], len(layer.gate_up.values) // 2)
-            self._filling = FillBuffers(*(like.new_zeros(tokens, size) for size in sizes))
-        return FillBuffers(*(part[:tokens] for part in self._filling))
-
-    def fill(self, pieces: Pieces, table: Tensor, block_size: int, buffers: FillBuffers) -> None:
-        """Keys and values of pieces of prompts into the pages that `table` (rows, pages) int32 names.
-
-        A token sees what is stored of its request, and of the piece everything up to the end of its block. Nothing
-        depends on what is in the tensors, so a CUDA graph can replay it for other pieces.
-        """
-        (x, normed, q, attended, inner), eps = buffers, self.model.config.norm_eps
-        torch.index_select(self.model.embed_tokens.weight.detach(), 0, pieces.ids, out=x)
-        rowwise.add_norm(x, None, self.layers[0].norms[0], eps, normed)
-        for number, (layer, stored, norm) in enumerate(zip(self.layers, self.cache, self._following(), strict=True)):
-            shelves = (*stored, table)
-            prompts.spread(normed @ layer.qkv.values.T, pieces, layer.heads, self.model.inv_freq, shelves, q)
-            if number == len(self.layers) - 1:
-                return  # nobody asks for what comes after the last keys and values
-            prompts.attend(q, pieces, layer.heads, block_size, shelves, attended)
-            rowwise.add_norm(x, attended @ layer.out.values.T, layer.norms[1], eps, normed)
-            rowwise.gate(normed @ layer.gate_up.values.T, inner)
-            rowwise.add_norm(x, inner @ layer.down.values.T, norm, eps, normed)
 
     def _following(self) -> list[Tensor]:
         """The norm after each layer."""

@@ -130,17 +130,18 @@ def page_keys(text: Sequence[int], page_size: int, block_size: int, known: Seque
 
 
 class ForwardShape(NamedTuple):
-    """The tokens of a decoding forward: blocks of requests, packed."""
+    """The tokens of a forward: blocks of requests, packed, and prompts that ride along."""
 
     rows: int  # requests, R
     block: int  # tokens of a block, B
     blocks: int  # most blocks of one request, J: number 0 is to be committed, the others are drafts
-    packed: int  # blocks in the forward, P; R · J: every block has a place of its own
+    packed: int  # blocks in the forward, P; R · J: every block has a place of its own; 0: prompts alone
+    prompts: int = 0  # tokens of prompts, T, behind the blocks
 
     @property
     def tokens(self) -> int:
         """Tokens of the forward."""
-        return self.packed * self.block
+        return self.packed * self.block + self.prompts
 
     @property
     def dense(self) -> bool:
@@ -166,6 +167,7 @@ class Pieces(NamedTuple):
     row: Tensor  # (T,): of the block table
     position: Tensor  # (T,): place in the text; -1: padding
     tiles: Tensor  # (n, 2): first token of at most PIECE_TILE tokens of one piece, and how many; 0: none
+    table: Tensor  # (rows, pages): the block table
 
 
 class PagedCache:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 import struct
 import time
 from collections import deque
@@ -47,6 +48,7 @@ from freda.model.parts import Parts
 FEW_TOKENS = 64  # of a forward that waits for the weights, whose time does not depend on how many they are
 FEW_ROWS, LONG = 8, 1024  # so few requests have another form of attention for texts of so many tokens
 MOST_PIECES, LEAST_FILL = 64, 64  # prompts in one forward; tokens, of which some may be padding
+RIDES = (128, 256, 512, 1024)  # tokens of prompts that ride along with blocks
 RECORDS = 16  # rows that are written together
 
 
@@ -161,19 +163,27 @@ class Places:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def start(self, most: int, *, passes: bool = True) -> tuple[list[Text], bool]:
-        """Bring up to `most` tokens of prompts into the pages (beside running requests a quarter of them), write the
-        rows of those that enter or leave, and start a pass, unless all have ended by now.
+        """Bring up to `most` tokens of prompts into the pages, write the rows of those that enter or leave, and start a
+        pass, unless all have ended by now. Beside running requests prompts come in pieces about as large as their pass.
 
         Returns the requests whose prompts were brought in, and whether a pass was started.
         """
-        pieces = self._pieces(most // 4 if passes and self._live.any() else most)
+        live = int(self._live.sum())
+        taken = self._pieces(most if not passes or not live else min(most, max(RIDES[1], 2 * live * self.block)))
         self._enter()
-        if pieces:
-            self._fill(pieces)
-        started = passes and self._worthwhile()
+        total, started = sum(end - begin for _, begin, end in taken), passes and self._worthwhile()
+        rides = started and total <= RIDES[-1]  # short prompts, in one forward with the blocks
+        sizes = [size for size in RIDES if size >= total] if self.ahead and rides else [self._filled(total)]
+        pieces = self._staged(taken, sizes[0]) if taken else None
+        if pieces is not None and not rides:
+            self._fill_of(pieces)()
         if started:
-            self._start_pass()
-        return [text for text, _, _ in pieces], started
+            self._start_pass(pieces if rides else None)
+        return [text for text, _, _ in taken], started
+
+    def _filled(self, total: int) -> int:
+        """The tokens of a forward over prompts alone."""
+        return max(LEAST_FILL, rounded(total, 4)) if self.ahead else total
 
     def _pieces(self, most: int) -> list[tuple[Text, int, int]]:
         """Which tokens of which prompts come next; in whole blocks, first come, first served."""
@@ -207,35 +217,34 @@ class Places:
             held, blank = self._held, self.parts.backbone.blank_id
             self._run_of("enter", lambda: (functools.partial(enter, held, there, blank), []))()  # noqa: B023
 
-    def _fill(self, pieces: Sequence[tuple[Text, int, int]]) -> None:
-        """Bring pieces of prompts into the pages."""
-        total = sum(end - begin for _, begin, end in pieces)
-        size = max(LEAST_FILL, rounded(total, 4)) if self.ahead else total
-        count = size // PIECE_TILE + (MOST_PIECES if self.ahead else len(pieces))
+    def _staged(self, taken: Sequence[tuple[Text, int, int]], size: int) -> Pieces:
+        """Pieces of prompts on the device, filled up to `size` tokens."""
+        total = sum(end - begin for _, begin, end in taken)
+        count = size // PIECE_TILE + (MOST_PIECES if self.ahead else len(taken))
         staged = self._staging.given((3 * size + 2 * count,), torch.int32)
         numbers = staged.numpy()
         numbers[:] = 0
         ids, rows, position = (numbers[part * size : (part + 1) * size] for part in range(3))
         position[total:] = -1
         at, tiles = 0, list[tuple[int, int]]()
-        for text, begin, end in pieces:
+        for text, begin, end in taken:
             here = slice(at, at + end - begin)
             ids[here], rows[here], position[here] = text.clean[begin:end], text.row, np.arange(begin, end)
             tiles += [(at + tile, min(PIECE_TILE, end - begin - tile)) for tile in range(0, end - begin, PIECE_TILE)]
             at += end - begin
         numbers[3 * size : 3 * size + 2 * len(tiles)] = np.ravel(tiles)
-        self._fill_of(size, self._staging.sent(staged))()
+        there = self._staging.sent(staged)
+        parts = there[: 3 * size].chunk(3)
+        return Pieces(parts[0], parts[1], parts[2], there[3 * size :].view(-1, 2), self._held.texts.table)
 
-    def _fill_of(self, size: int, there: Tensor) -> Callable[[], Tensor | None]:
-        """What brings in `size` tokens, given as `there`."""
+    def _fill_of(self, pieces: Pieces) -> Callable[[], Tensor | None]:
+        """What brings pieces of prompts into the pages by themselves."""
+        shape = ForwardShape(1, self.block, 1, 0, len(pieces.ids))
 
         def made() -> Runs:
-            ids, rows, position = there[: 3 * size].chunk(3)
-            given = Pieces(ids, rows, position, there[3 * size :].view(-1, 2))
-            buffers = self.backend.fill_buffers(size)
-            return functools.partial(self.backend.fill, given, self._held.texts.table, self.block, buffers), []
+            return functools.partial(self.backend.fill, pieces, shape, self.backend.buffers(shape, False)), []
 
-        return self._run_of(("fill", size), made)
+        return self._run_of(shape, made)
 
     def _run_of(self, key: Any, made: Callable[[], Runs]) -> Callable[[], Tensor | None]:
         """What is run again and again: as a graph, made once, or anew each time."""
@@ -251,19 +260,16 @@ class Places:
         if not self.ahead:
             return
         limits, block = self.method.limits([like]), self.block
-        counts = {1, limits.width} if self.slots else {0}
-        for blocks in (1 + drafts for drafts in counts):
+        rides = [size for size in RIDES if size <= most]
+        for size in sorted({self._filled(size) for size in range(1, most + 1)}, reverse=True):
+            self._fill_of(self._staged([], size))
+        for blocks in (1 + drafts for drafts in ({1, limits.width} if self.slots else {0})):
             for rows in sorted({self._bucket(top, blocks) for top in range(1, self.count + 1)}):
-                whole = rows * blocks
-                sizes = {min(whole, rounded(size)) for size in range(1, whole + 1)}
-                for packed in {whole} if whole * block <= FEW_TOKENS else sizes:
-                    for long in {False, rows <= FEW_ROWS}:
-                        self._pass_of((ForwardShape(rows, block, blocks, packed), limits, long))
-        for size in sorted({max(LEAST_FILL, rounded(size, 4)) for size in range(1, most + 1)}, reverse=True):
-            count = size // PIECE_TILE + MOST_PIECES
-            nothing = self._staging.given((3 * size + 2 * count,), torch.int32)
-            nothing[: 2 * size], nothing[2 * size : 3 * size], nothing[3 * size :] = 0, -1, 0
-            self._fill_of(size, self._staging.sent(nothing))
+                for prompts in (0, *rides):
+                    pieces = self._staged([], prompts) if prompts else None
+                    for packed in {self._packed(rows, blocks, size, prompts) for size in range(1, rows * blocks + 1)}:
+                        for long in {False, rows <= FEW_ROWS and not prompts}:
+                            self._pass_of((ForwardShape(rows, block, blocks, packed, prompts), limits, long), pieces)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -272,12 +278,16 @@ class Places:
         ends = self._flying & (self._done + 1 >= self._most) & (self._left <= self.block)
         return bool((self._live & ~ends).any())
 
-    def _start_pass(self) -> None:
+    def _start_pass(self, pieces: Pieces | None) -> None:
         limits = self._limits = self._limits or self.method.limits([text.request for text in self.texts if text])
         top = 1 + int(np.flatnonzero(self._live)[-1])
-        shape = self._shape(top, limits)
-        long = shape.rows <= FEW_ROWS and any(text is not None and len(text.clean) > LONG for text in self.texts)
-        report = self._pass_of((shape, limits, long))()
+        shape = self._shape(top, limits, 0 if pieces is None else len(pieces.ids))
+        long = (
+            shape.rows <= FEW_ROWS
+            and not shape.prompts
+            and any(text is not None and len(text.clean) > LONG for text in self.texts)
+        )
+        report = self._pass_of((shape, limits, long), pieces)()
         assert report is not None
         arrived = self._staging.fetched(report[:top])
         block, candidates = self.block, max(1, shape.blocks - 1)
@@ -285,13 +295,13 @@ class Places:
         self._flying[:] = self._live
         self.passes += 1
 
-    def _pass_of(self, kind: tuple[ForwardShape, Limits, bool]) -> Callable[[], Tensor | None]:
-        """What makes a pass of this kind."""
+    def _pass_of(self, kind: tuple[ForwardShape, Limits, bool], pieces: Pieces | None) -> Callable[[], Tensor | None]:
+        """What makes a pass of this kind, with pieces of prompts that ride along."""
 
         def made() -> Runs:
             held = self._rows(kind[0].rows, kind[1])
-            run = pass_of(self.parts, self.backend, self.method, held, kind, compiled=self._compiled)
-            return run, changing(held)
+            of = (self.parts, self.backend, self.method, held, kind)
+            return pass_of(*of, pieces=pieces, compiled=self._compiled), changing(held)
 
         return self._run_of(kind, made)
 
@@ -304,31 +314,34 @@ class Places:
             self._held = self._held._replace(state=state._replace(probs=probs))
         return self._held.rows(count, probs=limits.draws)
 
-    def _shape(self, top: int, limits: Limits) -> ForwardShape:
+    def _shape(self, top: int, limits: Limits, prompts: int) -> ForwardShape:
         """The shape of the next forward. After one of which there is no report yet, it is partly a guess."""
         live, flying = self._live, self._flying
         closes = flying & (self._done + 1 >= self._most)
-        may = flying & ~closes
+        may = int((flying & ~closes).sum())
         fresh = live & np.where(flying, closes, self._done == 0)
         drafts = np.where(fresh, 1, self._width if limits.width > 1 else 1)[live]
         several = self.slots > 0 and bool((drafts > 1).any())
         blocks = 1 + (limits.width if several else 1) if self.slots else 1
         if not self.ahead:
-            return ForwardShape(top, self.block, blocks, top * blocks)
-        rows = self._bucket(top, blocks)
-        if rows * blocks * self.block <= FEW_TOKENS:
-            return ForwardShape(rows, self.block, blocks, rows * blocks)
-        guess, spread = self._early * may.sum(), (self._early * (1 - self._early) * may.sum()) ** 0.5
+            return ForwardShape(top, self.block, blocks, top * blocks, prompts)
         commits = (live & ~flying & self._pending).sum() + (closes & (self._left > self.block)).sum()
-        commits += int(np.ceil(guess + 2 * spread))
+        commits += math.ceil(self._early * may + 2 * (self._early * (1 - self._early) * may) ** 0.5)
         needed = int(commits) + (int(drafts.sum()) if self.slots else 0)
-        most = rows * blocks
-        return ForwardShape(rows, self.block, blocks, most if self._stalled else min(most, rounded(needed)))
+        rows = self._bucket(top, blocks)
+        packed = self._packed(rows, blocks, rows * blocks if self._stalled else needed, prompts)
+        return ForwardShape(rows, self.block, blocks, packed, prompts)
 
     def _bucket(self, top: int, blocks: int) -> int:
         """The rows of a forward for the first `top`: few have a size of their own; more share one, and are packed."""
         rows = 1 << (top - 1).bit_length()
         return rows if rows < self.count and rows * blocks * self.block <= FEW_TOKENS else self.count
+
+    def _packed(self, rows: int, blocks: int, needed: int, prompts: int) -> int:
+        """The blocks of a forward that needs room for so many."""
+        whole = rows * blocks
+        few = whole * self.block <= FEW_TOKENS
+        return whole if few else min(whole, rounded(max(1, needed), 4 if prompts else 8))
 
     def read(self) -> Iterator[Happened]:
         """Wait for the oldest pass that was started; what it did for every request that has not ended since."""

@@ -50,8 +50,12 @@ class PlainModel:
         texts: BlockTable,
         shape: ForwardShape,
         buffers: dict[str, Ran],
+        pieces: Pieces | None = None,
     ) -> None:
-        """All layers over tokens `given` as (ids, α), each (P · B,); blocks to commit go into the pages."""
+        """All layers over blocks of tokens `given` as (ids, α), each (P · B,), and over pieces of prompts; prompts and
+        blocks to commit go into the pages."""
+        if pieces is not None:
+            self.fill(pieces, shape, buffers)
         block, device = shape.block, where.device
         commits = ((where[:, :1] >= 0) & (texts.pending > 0)[:, None]).expand(-1, block)  # (R, B)
         first = 0 if shape.blocks == 1 or bool(commits.any()) else 1  # a block to commit has no place if there is none
@@ -113,22 +117,19 @@ class PlainModel:
         ran = buffers["ran"]
         return self.model.logits(self._packed(ran.out.hidden, ran)[tokens])
 
-    def fill_buffers(self, tokens: int) -> None:
-        """Nothing is kept."""
-
-    def fill(self, pieces: Pieces, table: Tensor, block_size: int, buffers: None) -> None:
-        """Keys and values of pieces of prompts into the pages that `table` (R, pages) names."""
-        real = pieces.position >= 0
+    def fill(self, pieces: Pieces, shape: ForwardShape, buffers: dict[str, Ran]) -> None:
+        """Keys and values of pieces of prompts into the pages, all pieces side by side."""
+        real, table = pieces.position >= 0, pieces.table
         rows, piece = torch.unique(pieces.row[real], return_inverse=True)
         begin = torch.full_like(rows, 2**30).scatter_reduce(0, piece, pieces.position[real], "amin")
         place = (pieces.position[real] - begin[piece]).long()
-        shape = (len(rows), int(place.max()) + 1)
-        ids = torch.zeros(shape, dtype=torch.int64, device=table.device)
+        sizes = (len(rows), int(place.max()) + 1)
+        ids = torch.zeros(sizes, dtype=torch.int64, device=table.device)
         ids[piece, place] = pieces.ids[real].long()
-        there = torch.zeros(shape, dtype=torch.bool, device=table.device)
+        there = torch.zeros(sizes, dtype=torch.bool, device=table.device)
         there[piece, place] = True
-        position = begin[:, None] + torch.arange(shape[1], device=table.device)
+        position = begin[:, None] + torch.arange(sizes[1], device=table.device)
         cache = PagedCache(self.pages, table[rows.long()], begin)
-        tokens = clean_tokens(torch.where(there, 0, -1), position, block_size)
-        mask = make_mask(tokens, concat(cache.tokens(block_size), tokens), self.model.backend)
+        tokens = clean_tokens(torch.where(there, 0, -1), position, shape.block)
+        mask = make_mask(tokens, concat(cache.tokens(shape.block), tokens), self.model.backend)
         cache.write(self.model(self.model.embed_tokens(ids), position, mask, cache.past()).new, position, there)

@@ -17,9 +17,7 @@ from freda.decode.kernels.pages import pages_of, with_more
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.pages import PIECE_TILE, Pieces
 
-Shelves = tuple[
-    Tensor, Tensor, Tensor
-]  # keys and values of a layer in pages, and the table (rows, pages) int32 of them
+Shelves = tuple[Tensor, Tensor]  # keys and values of a layer in pages
 MOST_ROWS = 128  # of a program: tokens times the query heads that share a head of keys
 CHUNK = 64  # keys looked at together
 
@@ -27,11 +25,11 @@ CHUNK = 64  # keys looked at together
 def spread(qkv: Tensor, pieces: Pieces, heads: Heads, inv_freq: Tensor, shelves: Shelves, q: Tensor) -> None:
     """Queries, keys and values of T tokens, normed and rotated, from their product `qkv` (T, ·): queries into `q`
     (T, heads · width), keys and values into the pages. Of padding nothing is written."""
-    keys, _, table = shelves
+    keys, table = shelves[0], pieces.table
     norms = heads.q_norm if heads.q_norm is not None else qkv, heads.k_norm if heads.k_norm is not None else qkv
     bias = heads.bias if heads.bias is not None else qkv
     _spread[(len(qkv),)](
-        *(qkv, pieces.row, pieces.position, *norms, bias, inv_freq, *shelves, q, table.stride(0), heads.eps),
+        *(qkv, pieces.row, pieces.position, *norms, bias, inv_freq, *shelves, table, q, table.stride(0), heads.eps),
         H=heads.heads,
         KV=heads.kv_heads,
         HALF=heads.width // 2,
@@ -45,11 +43,11 @@ def spread(qkv: Tensor, pieces: Pieces, heads: Heads, inv_freq: Tensor, shelves:
 
 def attend(q: Tensor, pieces: Pieces, heads: Heads, block_size: int, shelves: Shelves, out: Tensor) -> None:
     """Attention of all tokens with queries `q` (T, heads · width) over the pages, into `out` of the same shape."""
-    keys, _, table = shelves
+    keys, table = shelves[0], pieces.table
     group = heads.heads // heads.kv_heads
     rows = min(MOST_ROWS, max(64, triton.next_power_of_2(PIECE_TILE * group)))
     _attend[(len(pieces.tiles), heads.kv_heads, triton.cdiv(PIECE_TILE, rows // group))](
-        *(q, *shelves, pieces.row, pieces.position, pieces.tiles, out, table.stride(0), block_size),
+        *(q, *shelves, table, pieces.row, pieces.position, pieces.tiles, out, table.stride(0), block_size),
         GROUP=group,
         KV=heads.kv_heads,
         C=heads.width,
