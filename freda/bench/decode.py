@@ -177,10 +177,9 @@ def _measured(
     begun = now(loaded.parts.device)
     engine.admit()
     prefilled = now(loaded.parts.device)
-    steps = 0
+    before = engine.passes
     while engine.busy:
         engine.step()
-        steps += 1
     ended = now(loaded.parts.device)
     outputs = [handle.result() for handle in handles]
     tokens, nfe = sum(len(output.tokens) for output in outputs), sum(output.nfe for output in outputs)
@@ -188,7 +187,7 @@ def _measured(
         **_start_of_row(f"{name}, {case.method}", case),
         "on_device": on_device,
         "int8": int8,
-        **_of_passes(loaded, steps, tokens, ended - prefilled, limits, int8=int8),
+        **_of_passes(loaded, engine.passes - before, tokens, ended - prefilled, limits, int8=int8),
         **_of_prefill(loaded, case, prefilled - begun, limits),
         **_end_of_row(loaded, tokens, nfe, ended - begun),
     }
@@ -206,15 +205,14 @@ def _kernels(engine: Engine, case: Case) -> list[dict[str, Any]]:
     few = replace(case, new_tokens=min(case.new_tokens, 2 * engine.loaded.method.block_size))
     handles = [engine.submit(request) for request in random_requests(engine.loaded, few, seed=2)]
     engine.admit()
-    forwards = 0
+    before = engine.passes
 
     def run() -> None:
-        nonlocal forwards
-        while not all(handle.finished for handle in handles):
-            engine.step()
-            forwards += 1
+        for handle in handles:
+            handle.result()
 
     spent = longest_first(kernel_times(run, engine.loaded.parts.device), 16)
+    forwards = engine.passes - before
     return [{"name": name[:80], "us": 1e3 * ms / forwards, "calls": calls / forwards} for name, ms, calls in spent]
 
 
