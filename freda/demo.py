@@ -32,8 +32,7 @@ from freda.decode.show import LiveDrafts, legend, pass_line
 from freda.errors import FredaError
 from freda.eval.teacher_forcing import token_accuracy
 from freda.files import write_whole
-from freda.folders.model_folder import load_model
-from freda.folders.resolve import packaged_folder
+from freda.folders.model_folder import load_model, packaged_folder
 from freda.methods.autoregressive import Autoregressive
 from freda.methods.best_of_n import BestOfN
 from freda.methods.block_diffusion import BlockDiffusion

@@ -34,9 +34,8 @@ from freda.methods import METHODS, method_named
 from freda.methods.draft import Prediction, predict, soft_embedding
 from freda.methods.method import Method
 from freda.methods.self_refine import SelfRefine
-from freda.model.attention import make_mask
+from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
 from freda.model.config import ModelConfig
-from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer

@@ -23,8 +23,7 @@ from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
 from freda.eval.report.results import read_samples
 from freda.eval.tasks import TASKS
-from freda.folders.model_folder import LoadedModel, load_model, save_model
-from freda.folders.resolve import ASSETS
+from freda.folders.model_folder import ASSETS, LoadedModel, load_model, save_model
 from freda.methods.autoregressive import Autoregressive
 from freda.methods.best_of_n import BestOfN
 from freda.methods.block_diffusion import BlockDiffusion

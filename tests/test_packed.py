@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from freda.decode.pages import BlockTable, ForwardShape, Pages
-from freda.folders import quantize
+from freda.folders import tensors
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
 from tests.helpers import PlainBackend
@@ -78,7 +78,7 @@ def compare(case: int, device: str, dtype: torch.dtype, *, int8: bool = False, w
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.dim() > 1 and "embed" not in name:
-                    weight.copy_(quantize.unpacked(quantize.packed({"weight": weight}), dtype)["weight"])
+                    weight.copy_(tensors.unpacked(tensors.packed({"weight": weight}), dtype)["weight"])
     generator = torch.Generator().manual_seed(case)
     count, width = len(stored), 16
     storage = [Pages(model, count * width, PAGE) for _ in range(2)]

@@ -13,7 +13,7 @@ from freda.cli import run
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
 from freda.folders.model_folder import SCORER_FILE, LoadedModel, load_model, save_model
-from freda.folders.quantize import SCALE, packed, unpacked
+from freda.folders.tensors import SCALE, packed, unpacked
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer

@@ -24,7 +24,7 @@ from freda.data.tokenizer import Tokenizer
 from freda.errors import AgreedError, FredaError
 from freda.folders.convert import convert
 from freda.folders.model_folder import SCORER_FILE, LoadedModel, load_model, save_model
-from freda.folders.quantize import SCALE
+from freda.folders.tensors import SCALE
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer

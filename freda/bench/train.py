@@ -27,8 +27,7 @@ from freda.methods.self_refine import Refining
 from freda.model import head
 from freda.model.attention import Backend, attend, pick_backend
 from freda.model.config import ModelConfig
-from freda.model.device import pick_device
-from freda.model.parts import Parts
+from freda.model.parts import Parts, pick_device
 from freda.model.shapes import SHAPES
 from freda.model.transformer import Transformer
 from freda.train import loop

@@ -19,7 +19,7 @@ from freda.decode.kernels import pages, pick, rowwise, skinny
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
 from freda.decode.pages import BlockTable, ForwardShape, Pages
-from freda.folders import quantize
+from freda.folders import tensors
 from freda.methods.draft import Prediction
 from freda.model.config import ModelConfig
 from freda.model.staircase import attend_rows
@@ -103,11 +103,11 @@ def _layer(stacked: Stacked, number: int, config: ModelConfig) -> PackedLayer:
 
 
 def in_int8(stacked: Stacked) -> Stacked:
-    """The weights with matrices of int8 and a scale for each row, as `quantize` stores them."""
+    """The weights with matrices of int8 and a scale for each row, as `folders.tensors` stores them."""
     names = Stacked._fields[:4]
-    made = quantize.packed(dict(zip(names, stacked[:4], strict=True)))
+    made = tensors.packed(dict(zip(names, stacked[:4], strict=True)))
     values = {name: skinny.packed_by_four(made[name]) for name in names}
-    return stacked._replace(**values, scales=tuple(made[name + quantize.SCALE] for name in names))
+    return stacked._replace(**values, scales=tuple(made[name + tensors.SCALE] for name in names))
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
@@ -142,8 +142,8 @@ class PackedModel:
         head = model.head_weight.detach()
         self.head = Matrix(head)
         if int8:
-            made = quantize.packed({"head": head})
-            self.head = Matrix(skinny.packed_by_four(made["head"]), made["head" + quantize.SCALE])
+            made = tensors.packed({"head": head})
+            self.head = Matrix(skinny.packed_by_four(made["head"]), made["head" + tensors.SCALE])
 
     def buffers(self, requests: int, rows: ForwardShape, long: bool = False) -> Buffers:
         """Memory for a forward over the new tokens of so many requests, whose texts are `long` or not."""

@@ -28,10 +28,8 @@ from freda.folders.hugging_face import (
     family_of,
     model_config,
 )
-from freda.folders.model_folder import SCORER_FILE, About, load_model, write_files
-from freda.folders.quantize import packed
-from freda.folders.resolve import resolve_model_folder
-from freda.folders.tensors import read_safetensors, save_tensors, weight_files
+from freda.folders.model_folder import SCORER_FILE, About, load_model, resolve_model_folder, write_files
+from freda.folders.tensors import packed, read_safetensors, save_tensors, weight_files
 from freda.methods.autoregressive import Autoregressive
 from freda.model.config import ModelConfig
 

@@ -1,4 +1,9 @@
-"""Tensors of safetensors files: all of them, what they are without their values, or the rows that a process holds."""
+"""Tensors of safetensors files: all of them, what they are without their values, or the rows that a process holds.
+
+A matrix may be stored as int8, a quarter of the bytes of fp32: each row has a scale of its own, its largest magnitude
+over 127, and a weight is off by at most half a step of it. The int8 matrix has the weight's name, and its scales have
+that name with `.int8_scale` added. Vectors (norms, biases) stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,9 @@ from torch import Tensor
 
 from freda.errors import FredaError, require
 from freda.files import read_json
-from freda.folders.quantize import SCALE, stays_packed, unpacked
 from freda.model.parts import Part
+
+SCALE = ".int8_scale"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -47,7 +53,7 @@ def read_safetensors(
         with _readable(path), safe_open(path, framework="pt", device="cpu" if described else str(device)) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 tensor = _described(file.get_slice(name)) if described else file.get_tensor(name)
-                tensors[name] = tensor if stays_packed(name, tensor) else tensor.to(dtype=dtype)
+                tensors[name] = tensor if _stays_packed(name, tensor) else tensor.to(dtype=dtype)
     found = unpacked(tensors, dtype)
     return {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
 
@@ -95,3 +101,35 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise FredaError(f"{path.name} is damaged or half-written ({error}); write or download it again") from None
+
+
+# -- int8 -------------------------------------------------------------------------------------------------------------
+
+
+def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with their matrices as int8."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2:
+            made[name] = tensor
+            continue
+        scale = tensor.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+        made[name] = (tensor.float() / scale).round().clamp(-127, 127).to(torch.int8)
+        made[name + SCALE] = scale[..., 0]
+    return made
+
+
+def _stays_packed(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor of a file must not be cast before `unpacked` has combined it with its partner."""
+    return tensor.dtype == torch.int8 or name.endswith(SCALE)
+
+
+def unpacked(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The weights that packed tensors represent; the other tensors, and int8 matrices without scales, are unchanged."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(SCALE):
+            continue
+        scale = tensors.get(name + SCALE)
+        made[name] = tensor if scale is None else (tensor.float() * scale[..., None]).to(dtype or torch.float32)
+    return made
