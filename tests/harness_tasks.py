@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from freda.data.config import CorpusConfig
-from freda.data.generators import settings_in
-from freda.data.mini import questions_of
+from freda.data.mini import questions_of, settings_in
 from freda.data.mini_code import tests_of
 from freda.data.synthetic import problems_of
 from freda.eval.harness import metrics_of, silence, simple_evaluate

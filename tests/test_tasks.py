@@ -12,7 +12,7 @@ import pytest
 
 from freda.cli import run
 from freda.data.config import CorpusConfig, MiniConfig
-from freda.data.generators import GENERATORS
+from freda.data.mini import GENERATORS
 from freda.data.shards import Manifest
 from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer

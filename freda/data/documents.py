@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from freda.data.config import DocumentsConfig, GeneratorConfig, PrepareFile
 from freda.data.files import File, find, open_file
-from freda.data.generators import GENERATORS
+from freda.data.mini import GENERATORS
 from freda.errors import FredaError, missing_package, require
 
 MOST_ID = np.iinfo(np.int32).max  # larger ids, which no tokenizer has, become this one and are refused

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from freda.data.config import PrepareConfig, PrepareFile
 from freda.data.documents import Document, Source, read, rows_of, sources_of
 from freda.data.files import COMPRESSED, File
-from freda.data.generators import GENERATORS
+from freda.data.mini import GENERATORS
 from freda.data.prepare import budgets, named_tokenizer, with_sources
 from freda.data.tasks import Tally, Tools, sample
 from freda.data.tokenizer import train_tokenizer

@@ -115,16 +115,6 @@ class Manifest:
             raise FredaError(f"{path} is damaged ({error}); {START_ANEW}") from None
 
 
-def generator_settings(folder: Path, section: str, version: int) -> dict[str, Any]:
-    """The section of the prepare file that a generator of this version made the documents of a folder from."""
-    values = dict(Manifest.read(folder).source.get(section, {}))
-    require(bool(values), f"{folder} holds no documents generated from [{section}]; name shards that do with --data")
-    found = values.pop("generator")
-    why = f"{folder} was made by version {found} of the generator, this is {version}; prepare it again"
-    require(found == version, why)
-    return values
-
-
 def shard_lines(manifest: Manifest) -> list[str]:
     """A summary of a manifest: tokens of every split and source, what was dropped and why, what was kept out."""
     lines = []

@@ -26,7 +26,6 @@ from freda.errors import FredaError
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
 
-SECTION = "corpus"  # of the prepare file, and of the manifest of shards made from it
 VERSION = 1  # of the texts: the same seed gives the same texts as long as this stays; the order of words counts
 LEAST = 2  # smallest number: "1 shells" would need other words
 PATIENCE = 10_000  # unsuccessful draws in a row after which there is nothing (new) to find

@@ -24,7 +24,7 @@ from freda.data.config import PrepareConfig, PrepareFile
 from freda.data.decontaminate import Hit, Index
 from freda.data.documents import Broken, Document, Source, first_texts, is_unicode, read, sources_of
 from freda.data.encode import Encoder, make_encoder
-from freda.data.generators import GENERATORS
+from freda.data.mini import GENERATORS
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer
 from freda.errors import FredaError

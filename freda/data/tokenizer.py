@@ -29,7 +29,6 @@ BYTES = 256
 KEPT_SETTINGS = ("bos_token", "chat_template", "model_max_length")  # of a source checkpoint's tokenizer_config.json
 
 UNKNOWN_PIECE = "�"
-DRAWN_CHARACTERS = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
 
 
 class Tokenizer:
@@ -78,9 +77,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with nothing added in front or behind. Text that spells BLANK is an error."""
         offset = text.find(BLANK_TEXT)
-        if offset >= 0:
-            seen = f"the text contains {BLANK_TEXT} at character {offset}"
-            raise FredaError(f"{seen}, which is reserved for empty slots of a draft; remove it from the text")
+        reserved = "which is reserved for empty slots of a draft; remove it from the text"
+        require(offset < 0, f"the text contains {BLANK_TEXT} at character {offset}, {reserved}")
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:  # lone surrogates: what Python makes of broken bytes when it reads a command line
@@ -106,12 +104,10 @@ class Tokenizer:
         return "".join(_drawn(character) for character in text)
 
     def _blank_id(self) -> int:
-        blank = self._tokenizer.token_to_id(BLANK_TEXT)
-        if blank is None:
-            raise FredaError(f"the tokenizer has no {BLANK_TEXT} token; run: freda convert SOURCE TARGET")
+        blank: Any = self._tokenizer.token_to_id(BLANK_TEXT)
+        require(blank is not None, f"the tokenizer has no {BLANK_TEXT} token; run: freda convert SOURCE TARGET")
         last = first_free_id(self._tokenizer) - 1
-        if blank != last:
-            raise FredaError(f"{BLANK_TEXT} has id {blank}, but it must be the last one, {last}; convert it again")
+        require(blank == last, f"{BLANK_TEXT} has id {blank}, but it must be the last one, {last}; convert it again")
         return int(blank)
 
     def _named_id(self, setting: str, text: str | None) -> int:
@@ -137,8 +133,8 @@ def open_tokenizer(folder: Path, eos: str = "") -> Tokenizer:
         end = eos or token_text(settings.get("eos_token"))
         if end is None:
             raise FredaError("tokenizer_config.json names no eos_token")
-        if parsed.token_to_id(end) is None:
-            raise FredaError(f"the tokenizer has no token {end!r}, which should end documents; set prepare.eos")
+        known = parsed.token_to_id(end) is not None
+        require(known, f"the tokenizer has no token {end!r}, which should end documents; set prepare.eos")
         if parsed.token_to_id(BLANK_TEXT) is None:
             return with_blank(text, [end], settings)
         return Tokenizer(text, {**settings, "eos_token": end})
@@ -174,12 +170,12 @@ def with_blank(json_text: str, stops: Sequence[int | str], settings: Mapping[str
     if source.token_to_id(BLANK_TEXT) is None:
         free = first_free_id(source)
         source.add_special_tokens([tokenizers.AddedToken(BLANK_TEXT, special=True, normalized=False)])
-        if source.token_to_id(BLANK_TEXT) != free:
-            raise FredaError(f"the tokenizer's ids have gaps below {free}; {BLANK_TEXT} cannot be added behind them")
+        behind = source.token_to_id(BLANK_TEXT) == free
+        require(behind, f"the tokenizer's ids have gaps below {free}; {BLANK_TEXT} cannot be added behind them")
         json_text = source.to_str()
     texts = [source.id_to_token(stop) if isinstance(stop, int) else stop for stop in stops]
-    if not texts or None in texts:
-        raise FredaError(f"the end-of-text ids {list(stops)} are not tokens of the tokenizer; set eos_token_id")
+    known = bool(texts) and None not in texts
+    require(known, f"the end-of-text ids {list(stops)} are not tokens of the tokenizer; set eos_token_id")
     kept = {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}
     names = {"eos_token": texts[0], "pad_token": texts[0], "stop_tokens": list(dict.fromkeys(texts))}
     # The plain class reads tokenizer.json as it is; family classes of `transformers` would build their own splitting.
@@ -225,5 +221,5 @@ def _parse(json_text: str) -> tokenizers.Tokenizer:
 
 def _drawn(character: str) -> str:
     """A character as a single cell of a terminal shows it."""
-    other = " " if character.isspace() else character if character.isprintable() else UNKNOWN_PIECE
-    return DRAWN_CHARACTERS.get(character, other)
+    shown = " " if character.isspace() else character if character.isprintable() else UNKNOWN_PIECE
+    return {"\n": "⏎", "\r": "␍", "\t": "⇥"}.get(character, shown)

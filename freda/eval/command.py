@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from freda.data.generators import GENERATORS
+from freda.data.mini import GENERATORS
 from freda.data.shards import Manifest
 from freda.decode.api import Model, open_model
 from freda.decode.config import DecodeConfig, EngineConfig

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from freda.data.config import CorpusConfig
-from freda.data.generators import settings_in
-from freda.data.mini import MiniKind, questions_of
+from freda.data.mini import MiniKind, questions_of, settings_in
 from freda.data.mini_code import tests_of
 from freda.data.synthetic import ANSWER, final_answer, problems_of
 from freda.errors import require
