@@ -42,7 +42,6 @@ MANY_PARAMETERS = {
     "cli/bench.py:bench_decode": 14,
     "cli/bench.py:bench_train": 11,
     "bench/decode.py:bench_decode": 7,
-    "bench/train.py:bench_train": 10,
     "cli/decode.py:chat": 9,
     "cli/evaluate.py:evaluate_": 14,
     "cli/decode.py:generate": 11,
