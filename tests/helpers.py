@@ -29,14 +29,17 @@ from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
 from freda.decode.generate import generate
 from freda.decode.pages import BlockTable, ForwardShape, PagedCache, Pages
 from freda.decode.request import Request
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.files import written_beside
+from freda.folders.hugging_face import hugging_face_name
+from freda.folders.model_folder import About, LoadedModel, part_file, write_files
+from freda.folders.tensors import save_tensors
 from freda.methods import METHODS, method_named
 from freda.methods.draft import Prediction, predict, soft_embedding
 from freda.methods.method import Method
 from freda.methods.self_refine import SelfRefine
 from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
 from freda.model.config import ModelConfig
-from freda.model.parts import Parts
+from freda.model.parts import BACKBONE, Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.train.config import DataConfig, RunConfig, TrainConfig
@@ -443,3 +446,15 @@ def texts(folder: Path, split: str = "train") -> list[str]:
     manifest, tokenizer = Manifest.read(folder), Tokenizer.load(folder)
     documents = Documents(folder, split, manifest)
     return [tokenizer.decode(documents.document(index).tolist()) for index in range(len(documents))]
+
+
+def save_model(folder: Path, loaded: LoadedModel, *, dtype: torch.dtype | None = None, replace: bool = False) -> None:
+    """Write a model folder; `dtype` casts the weights. An existing folder is an error unless it may be replaced."""
+    with written_beside(folder, replace) as temporary:
+        for part, module in loaded.parts.named_children():
+            state = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
+            if part == BACKBONE:
+                tensors = {hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
+                write_files(temporary, loaded.backbone.config, tensors, About(*loaded[1:]))
+            else:
+                save_tensors(state, temporary / part_file(part))

@@ -20,11 +20,10 @@ from freda.decode.device import Program
 from freda.decode.generate import generate
 from freda.decode.pages import Pages
 from freda.decode.request import Request
-from freda.folders.model_folder import save_model
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import PlainBackend, answering_model, method, scored, tiny_model
+from tests.helpers import PlainBackend, answering_model, method, save_model, scored, tiny_model
 
 pytestmark = pytest.mark.usefixtures("rates_once")
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]

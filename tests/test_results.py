@@ -27,10 +27,10 @@ from freda.eval.tasks import TASKS, mathematics
 from freda.eval.tasks.multiple_choice import GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows
 from freda.files import locked
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.folders.model_folder import LoadedModel
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import answering_model
+from tests.helpers import answering_model, save_model
 
 SUMS = TASKS["sums"]
 SHORT = DecodeConfig(max_new_tokens=9, passes=2, threshold=0.3)

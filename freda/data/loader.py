@@ -26,8 +26,6 @@ if TYPE_CHECKING:  # training only reads ids: it need not import the tokenizer l
     from freda.data.tokenizer import Tokenizer
 
 Ints = NDArray[np.signedinteger[Any]]
-Bools = NDArray[np.bool_]
-
 STEPS_AHEAD = 4  # costs little (a step of 64 rows of 4,096 tokens is 4.5 MB) and hides a read as long as four steps
 
 
@@ -61,12 +59,12 @@ class Loader:
         self._lengths = self._documents.lengths()
         self._plan = plan(self._lengths, seq_len, self.manifest.align)
         self._seq_len, self._seed = seq_len, seed
-        self._kept_order: tuple[int, Ints] | None = None
+        self._kept_order: tuple[int, Ints] = (-1, np.empty(0, np.int64))
         self.rows = self._plan.rows
-        if self.rows == 0:
-            key = "prepare.validation_share (of a generator: validation_problems, validation_documents)"
-            advice = f"raise {key}" if split == "validation" else "look at its sources"
-            raise FredaError(f"the {split} split of {folder} holds no document; {advice} and freda prepare --replace")
+        key = "prepare.validation_share (of a generator: validation_problems, validation_documents)"
+        advice = f"raise {key}" if split == "validation" else "look at its sources"
+        problem = f"the {split} split of {folder} holds no document"
+        require(self.rows > 0, f"{problem}; {advice} and freda prepare --replace")
 
     @property
     def fullness(self) -> float:
@@ -84,23 +82,21 @@ class Loader:
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse a model whose tokenizer is not the one that the shards were written with."""
-        ours, theirs = self.manifest, tokenizer
-        seen = f"was written with tokenizer {ours.tokenizer[:8]}, the model has {theirs.fingerprint[:8]}"
-        advice = "prepare the data with the model's tokenizer"
-        require(ours.tokenizer == theirs.fingerprint, f"{self._folder} {seen}; {advice}")
-        seen = f"ends documents with id {ours.eos_id}, the model with {theirs.eos_id}"
-        advice = "prepare the data with prepare.eos set to the model's token"
-        require(ours.eos_id == theirs.eos_id, f"{self._folder} {seen}; {advice}")
+        ours, theirs, folder = self.manifest, tokenizer, self._folder
+        seen = f"{folder} was written with tokenizer {ours.tokenizer[:8]}, the model has {theirs.fingerprint[:8]}"
+        require(ours.tokenizer == theirs.fingerprint, f"{seen}; prepare the data with the model's tokenizer")
+        seen = f"{folder} ends documents with id {ours.eos_id}, the model with {theirs.eos_id}"
+        require(ours.eos_id == theirs.eos_id, f"{seen}; prepare the data with prepare.eos set to the model's token")
 
     def _order(self, epoch: int) -> Ints:
         """The permutation of an epoch. The last one is kept: batches ask for neighbouring rows."""
         kept = self._kept_order  # read once: another thread may replace it
-        if kept is None or kept[0] != epoch:
+        if kept[0] != epoch:
             rng = np.random.default_rng((self._seed % 2**64, epoch))  # numpy takes no negative seed
             kept = self._kept_order = (epoch, rng.permutation(self.rows))
         return kept[1]
 
-    def _read_row(self, number: int, tokens: Ints, document: Ints, position: Ints, fill: Bools) -> None:
+    def _read_row(self, number: int, tokens: Ints, document: Ints, position: Ints, fill: NDArray[np.bool_]) -> None:
         """Write one row of the packing into vectors that hold padding."""
         begin = 0
         for index, (source, start, length) in enumerate(self._plan.pieces(number)):
@@ -210,7 +206,10 @@ def plan(lengths: ArrayLike, seq_len: int, align: int) -> Plan:
     set of reachable sums is one whole number used as a bit set, so that a row costs microseconds. A way of filling a
     row is repeated while the pieces for it last: corpora of millions of documents have few distinct lengths.
     """
-    check_seq_len(seq_len, align)
+    below = seq_len // align * align
+    advice = f"{below} or {below + align}" if below > 0 else f"{align}"
+    whole = seq_len > 0 and seq_len == below
+    require(whole, f"seq_len {seq_len} is not a multiple of the shards' align {align}; use {advice}")
     lengths = np.asarray(lengths, np.int64)
     if (lengths <= 0).any() or (lengths % align).any():
         raise ValueError(f"document lengths must be positive multiples of {align}")
@@ -223,14 +222,6 @@ def plan(lengths: ArrayLike, seq_len: int, align: int) -> Plan:
     per_row = np.repeat([group.shape[1] for group in groups], [len(group) for group in groups])
     row_starts = np.concatenate([[0], np.cumsum(per_row)]).astype(np.int64)
     return Plan(row_starts, document[order], start[order], length[order])
-
-
-def check_seq_len(seq_len: int, align: int) -> None:
-    """Refuse rows that would not hold whole blocks."""
-    if seq_len < 1 or seq_len % align:
-        below = seq_len // align * align
-        advice = f"{below} or {below + align}" if below > 0 else f"{align}"
-        raise FredaError(f"seq_len {seq_len} is not a multiple of the shards' align {align}; use {advice}")
 
 
 def _cut(lengths: Ints, seq_len: int) -> tuple[Ints, Ints, Ints]:
@@ -264,15 +255,13 @@ class _ByLength:
 
     def take(self, pattern: dict[int, int]) -> Ints:
         """Fill rows by the pattern while its pieces last: (rows, pieces per row)."""
-        rows = min(int(self._left[length]) // count for length, count in pattern.items())
-        columns = [self._pop(length, rows * count).reshape(rows, count) for length, count in pattern.items()]
+        rows, columns = min(int(self._left[length]) // count for length, count in pattern.items()), []
+        for length, count in pattern.items():
+            begin = self._next[length]
+            self._next[length] += rows * count
+            self._left[length] -= rows * count
+            columns.append(self._queue[begin : self._next[length]].reshape(rows, count))
         return np.concatenate(columns, axis=1)
-
-    def _pop(self, length: int, count: int) -> Ints:
-        begin = self._next[length]
-        self._next[length] += count
-        self._left[length] -= count
-        return self._queue[begin : begin + count]
 
     def _fill(self, space: int) -> dict[int, int]:
         """The pieces that leave least of the space empty: {length: how many}, long pieces preferred.

@@ -61,8 +61,7 @@ def prepare(
     if (out / MANIFEST).exists():
         both = replace_other and world > 1
         require(not both, f"--replace and torchrun cannot be combined; delete {out} first")
-        found = _finished(file, root, out, replace_other=replace_other)
-        if found is not None:
+        if found := _finished(file, root, out, replace_other=replace_other):
             return found
     _check_leftovers(out)
     with locked(out) if rank == 0 else contextlib.nullcontext():
@@ -75,7 +74,7 @@ def prepare(
                 _all_waves(worker.file.source, worker.settings, run)
                 return Manifest(description(worker.file, root), 0, 0, 0, "", {})  # rank 0 writes the true one
             if note and any(source.kind not in MADE for source in worker.file.source.values()):
-                note(f"tokenizing with {worker.tools.encoder}")
+                note(f"tokenizing with {worker.encoder}")
             with progress(out, worker.settings.tokens) if note else contextlib.nullcontext():
                 outcomes, held = _all_waves(worker.file.source, worker.settings, run)
             if note and held:
@@ -227,9 +226,9 @@ def _check_leftovers(out: Path) -> None:
     """Refuse a folder with files in it, unless an interrupted run has left its records there."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     require(existing.is_dir(), f"{existing} is a file; name a folder")
-    names = {path.name for path in out.iterdir()} if existing == out else set()
-    if names and not (out / WORK).is_dir():
-        raise FredaError(f"{out} is in use ({min(names)} is there); choose another folder")
+    first = min((path.name for path in out.iterdir()), default="") if existing == out else ""
+    ours = not first or (out / WORK).is_dir()
+    require(ours, f"{out} is in use ({first} is there); choose another folder")
 
 
 def _provide_tokenizer(file: PrepareFile, root: Path, out: Path) -> None:
@@ -258,7 +257,7 @@ def named_tokenizer(settings: PrepareConfig, root: Path) -> Tokenizer:
 
 def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
     """Write the tokenizer and then the manifest, which declares the shards complete; remove the records."""
-    out, tokenizer = worker.out, worker.tools.tokenizer
+    out, tokenizer = worker.out, worker.tokenizer
     splits = _splits(outcomes)
     advice = "check the sources with freda prepare --plan"
     require(splits["train"].documents > 0, f"no document is left to train on; {advice}")
@@ -270,7 +269,7 @@ def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
         blank_id=tokenizer.blank_id,
         tokenizer=tokenizer.fingerprint,
         splits=splits,
-        **_report(worker.tools.index, first),
+        **_report(worker.index, first),
     )
     for split in splits:
         Documents(out, split, manifest)  # nobody has changed them since

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, require
-from freda.files import located, read_json, read_text, write_json, written_beside
+from freda.files import located, read_json, read_text, write_json
 from freda.folders.hugging_face import check_tensors, dtype_name, hugging_face_config, hugging_face_name, model_config
 from freda.folders.tensors import fill_parts, read_safetensors, save_tensors, weight_files
 from freda.methods import METHODS
@@ -146,9 +146,8 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
         with torch.device("meta"):
             backbone = Transformer(config, tokenizer.blank_id)
         _filled(backbone, config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
-        scorer, path = None, folder / SCORER_FILE
-        if path.is_file():
-            scorer = _load_scorer(path, config, device, dtype)
+        path = folder / SCORER_FILE
+        scorer = _load_scorer(path, config, device, dtype) if path.is_file() else None
     return LoadedModel(Parts(backbone, scorer), tokenizer, method, str(section["stage"]))
 
 
@@ -179,11 +178,9 @@ def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dt
     tensors = read_safetensors([path], device, dtype)
     with torch.device("meta"):
         scorer = Scorer(config, last_layer=any(name.startswith("last_layer.") for name in tensors))
-    expected, found = (
-        {name: tuple(tensor.shape) for name, tensor in state.items()} for state in (scorer.state_dict(), tensors)
-    )
-    for name in sorted(expected.keys() | found.keys()):
-        wanted, seen = expected.get(name, "none"), found.get(name, "none")
+    expected = scorer.state_dict()
+    for name in sorted(expected.keys() | tensors.keys()):
+        wanted, seen = (tuple(state[name].shape) if name in state else "none" for state in (expected, tensors))
         problem = f"{path.name} does not belong to the model: {name} has shape {seen}, the model needs {wanted}"
         require(wanted == seen, f"{problem}; train the scorer again")
     return _filled(scorer, config, tensors)
@@ -191,8 +188,8 @@ def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dt
 
 def _method(section: Mapping[str, Any]) -> Method:
     """The method that the `freda` section names, with the settings stored there."""
-    for key in ("blank_token_id", "method", "stage"):
-        require(key in section, f"the freda section of config.json has no {key}; write the model again")
+    missing = {"blank_token_id", "method", "stage"} - section.keys()
+    require(not missing, f"the freda section of config.json has no {', '.join(sorted(missing))}; write the model again")
     name = section["method"]
     require(name in METHODS, f"config.json names the method {name!r}; this version has {', '.join(METHODS)}")
     return METHODS[name].restored(section)
@@ -212,18 +209,6 @@ def _check_tokenizer(tokenizer: Tokenizer, section: Mapping[str, Any], config: M
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
-
-
-def save_model(folder: Path, loaded: LoadedModel, *, dtype: torch.dtype | None = None, replace: bool = False) -> None:
-    """Write a model folder; `dtype` casts the weights. An existing folder is an error unless it may be replaced."""
-    with written_beside(folder, replace) as temporary:
-        for part, module in loaded.parts.named_children():
-            state = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
-            if part == BACKBONE:
-                tensors = {hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
-                write_files(temporary, loaded.backbone.config, tensors, About(*loaded[1:]))
-            else:
-                save_tensors(state, temporary / part_file(part))
 
 
 def write_files(

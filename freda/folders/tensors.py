@@ -30,11 +30,10 @@ def weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
-    require(
-        index.is_file() or not any(folder.glob("pytorch_model*.bin")),
-        "its weights are a pickle (pytorch_model.bin), which is never read because it can run code; "
-        "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)",
-    )
+    advice = "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+    pickled = not index.is_file() and any(folder.glob("pytorch_model*.bin"))
+    seen = "its weights are a pickle (pytorch_model.bin), which is never read because it can run code"
+    require(not pickled, f"{seen}; {advice}")
     require(index.is_file(), "half-written: model.safetensors is missing; write or download the folder again")
     names = sorted(set(read_json(index).get("weight_map", {}).values())) or ["weight_map"]
     missing = next((name for name in names if not (folder / name).is_file()), None)
@@ -53,7 +52,8 @@ def read_safetensors(
         with _readable(path), safe_open(path, framework="pt", device="cpu" if described else str(device)) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 tensor = _described(file.get_slice(name)) if described else file.get_tensor(name)
-                tensors[name] = tensor if _stays_packed(name, tensor) else tensor.to(dtype=dtype)
+                int8 = tensor.dtype == torch.int8 or name.endswith(SCALE)  # not cast before both are combined
+                tensors[name] = tensor if int8 else tensor.to(dtype=dtype)
     found = unpacked(tensors, dtype)
     return {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
 
@@ -72,21 +72,13 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def fill_parts(paths: Sequence[Path], parts: Mapping[str, Part]) -> None:
     """Give parts of tensors their values. All are in the files, under these names and as `read_safetensors` has them.
     No other rows of the files are read, and one part at a time is held twice."""
-    with contextlib.ExitStack() as stack:
-        holders: dict[str, tuple[Path, Any]] = {}
-        for path in paths:
-            with _readable(path):
-                file = stack.enter_context(safe_open(path, framework="pt"))
-                holders |= dict.fromkeys(file.keys(), (path, file))
-        for name, part in parts.items():
-            if part.tensor.numel():
-                found = {key: _rows(*holders[key], key, part) for key in {name, name + SCALE} & holders.keys()}
+    for path in paths:
+        with _readable(path), safe_open(path, framework="pt") as file:
+            stored = set(file.keys())
+            for name in (name for name, part in parts.items() if name in stored and part.tensor.numel()):
+                part = parts[name]
+                found = {key: part.of(file.get_slice(key)) for key in {name, name + SCALE} & stored}
                 part.tensor.copy_(unpacked(found, part.tensor.dtype)[name])
-
-
-def _rows(path: Path, file: Any, name: str, part: Part) -> Tensor:
-    with _readable(path):
-        return part.of(file.get_slice(name))
 
 
 def _described(stored: Any) -> Tensor:
@@ -110,26 +102,17 @@ def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with their matrices as int8."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if tensor.dim() < 2:
-            made[name] = tensor
-            continue
-        scale = tensor.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
-        made[name] = (tensor.float() / scale).round().clamp(-127, 127).to(torch.int8)
-        made[name + SCALE] = scale[..., 0]
+        made[name] = tensor
+        if tensor.dim() > 1:
+            scale = tensor.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+            made[name] = (tensor.float() / scale).round().clamp(-127, 127).to(torch.int8)
+            made[name + SCALE] = scale[..., 0]
     return made
-
-
-def _stays_packed(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor of a file must not be cast before `unpacked` has combined it with its partner."""
-    return tensor.dtype == torch.int8 or name.endswith(SCALE)
 
 
 def unpacked(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The weights that packed tensors represent; the other tensors, and int8 matrices without scales, are unchanged."""
-    made: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith(SCALE):
-            continue
-        scale = tensors.get(name + SCALE)
-        made[name] = tensor if scale is None else (tensor.float() * scale[..., None]).to(dtype or torch.float32)
+    made = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
+    for name in made.keys() & {key.removesuffix(SCALE) for key in tensors.keys() - made.keys()}:
+        made[name] = (made[name].float() * tensors[name + SCALE][..., None]).to(dtype or torch.float32)
     return made
