@@ -72,13 +72,21 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def fill_parts(paths: Sequence[Path], parts: Mapping[str, Part]) -> None:
     """Give parts of tensors their values. All are in the files, under these names and as `read_safetensors` has them.
     No other rows of the files are read, and one part at a time is held twice."""
-    for path in paths:
-        with _readable(path), safe_open(path, framework="pt") as file:
-            stored = set(file.keys())
-            for name in (name for name, part in parts.items() if name in stored and part.tensor.numel()):
-                part = parts[name]
-                found = {key: part.of(file.get_slice(key)) for key in {name, name + SCALE} & stored}
+    with contextlib.ExitStack() as stack:
+        holders: dict[str, tuple[Path, Any]] = {}
+        for path in paths:
+            with _readable(path):
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                holders |= dict.fromkeys(file.keys(), (path, file))
+        for name, part in parts.items():
+            if part.tensor.numel():
+                found = {key: _rows(*holders[key], key, part) for key in {name, name + SCALE} & holders.keys()}
                 part.tensor.copy_(unpacked(found, part.tensor.dtype)[name])
+
+
+def _rows(path: Path, file: Any, name: str, part: Part) -> Tensor:
+    with _readable(path):
+        return part.of(file.get_slice(name))
 
 
 def _described(stored: Any) -> Tensor:
