@@ -24,7 +24,7 @@ from freda import __version__
 from freda.data.config import CorpusConfig
 from freda.data.mini import held_out
 from freda.data.prepare import prepare_corpus
-from freda.data.synthetic import Problem, grade, problems_of
+from freda.data.synthetic import Item, grade, problems_of
 from freda.decode.api import Model
 from freda.decode.config import EngineConfig
 from freda.decode.request import Pass
@@ -150,7 +150,7 @@ def _train(plan: Plan, folder: Path, method: Method, settings: TrainConfig) -> M
     return Model(load_model(folder), EngineConfig(max_batch=BATCH, max_length=plan.data.seq_len))
 
 
-def _scores(name: str, model: Model, test: list[Problem]) -> list[dict[str, Any]]:
+def _scores(name: str, model: Model, test: list[Item]) -> list[dict[str, Any]]:
     """One row of the table for each number of passes."""
     rows = []
     axes = model.loaded.method.axes
@@ -199,7 +199,7 @@ def _show_bundled(console: Console) -> None:
     _say(f"ask it more with: {_program()} chat {BUNDLED}; now a tiny model is trained here")
 
 
-def _show_refinement(console: Console, model: Model, test: list[Problem]) -> None:
+def _show_refinement(console: Console, model: Model, test: list[Item]) -> None:
     """Three problems pass by pass, chosen so that something changes: solved, with a token revised on the way."""
     console.print("\nThree problems being refined:")
     console.print(legend(), end="\n\n")

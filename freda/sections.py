@@ -50,12 +50,7 @@ def read_tables(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested dictionaries, the inverse of `build`; unset (None) values are omitted."""
-    values = dataclasses.asdict(config)
-    return {
-        key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value is not None
-    }
+    return dataclasses.asdict(config, dict_factory=lambda pairs: {key: v for key, v in pairs if v is not None})
 
 
 def tables_as_toml(sections: Mapping[str, Any]) -> str:

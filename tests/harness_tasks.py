@@ -120,7 +120,7 @@ def same_as_a_whole(solution: str, text: str) -> bool:
 def _sums(folder: Path, count: int) -> list[Config]:
     """Nothing like it is in lm_eval."""
     asked = itertools.islice(problems_of(CorpusConfig(**settings_in(folder, "sums")), "test"), count)
-    return _word_problems("sums", [{"prompt": one.prompt, "answer": str(one.answer)} for one in asked])
+    return _word_problems("sums", [{"prompt": one.prompt, "answer": one.answer} for one in asked])
 
 
 def _mini_math(folder: Path, count: int) -> list[Config]:

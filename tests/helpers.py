@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from freda.data.config import CorpusConfig, MiniConfig, PrepareConfig, PrepareFi
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.data.shards import Documents, Manifest
+from freda.data.synthetic import Item, Split, problems_of
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
 from freda.decode.generate import generate
 from freda.decode.pages import BlockTable, ForwardShape, PagedCache, Pages
@@ -458,3 +460,8 @@ def save_model(folder: Path, loaded: LoadedModel, *, dtype: torch.dtype | None =
                 write_files(temporary, loaded.backbone.config, tensors, About(*loaded[1:]))
             else:
                 save_tensors(state, temporary / part_file(part))
+
+
+def problems(split: Split, count: int, **settings: Any) -> list[Item]:
+    """The first sums of a split, given values of `[corpus]`."""
+    return list(itertools.islice(problems_of(CorpusConfig(**settings), split), count))

@@ -15,7 +15,6 @@ import torch
 from freda.cli import run
 from freda.data.config import CorpusConfig
 from freda.data.shards import Manifest
-from freda.data.synthetic import problems
 from freda.errors import FredaError
 from freda.eval import config as configs
 from freda.eval import sweep as sweeps
@@ -28,7 +27,7 @@ from freda.eval.tasks.task import Example, checksum
 from freda.eval.teacher_forcing import solution_batch, stability
 from freda.folders.model_folder import LoadedModel
 from freda.model.scorer import Scorer
-from tests.helpers import answering_model, init_weights, save_model
+from tests.helpers import answering_model, init_weights, problems, save_model
 
 SYSTEM = SystemConfig(models=("x",))
 OWN = Setting(4, 0.9, 4, 0.1)

@@ -75,16 +75,10 @@ def _write_checkpoint(checkpoint: Checkpoint, target: Path, block_size: int | No
     config, blank = _make_room(config, tensors, tokenizer.blank_id)
     method = Autoregressive(block_size=BLOCK_SIZE if block_size is None else block_size)
     write_files(target, config, tensors, About(tokenizer, method, "base"))
-    return {
-        "architecture": family_of(config).architecture,
-        "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "dtype": dtype_name(tensors),
-        "vocab_rows": config.vocab_size,
-        "blank_id": tokenizer.blank_id,
-        "eos_id": tokenizer.eos_id,
-        **blank,
-        "notes": "; ".join(checkpoint.notes) or "none",
-    }
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    summary = {"architecture": family_of(config).architecture, "parameters": parameters, "dtype": dtype_name(tensors)}
+    summary |= {"vocab_rows": config.vocab_size, "blank_id": tokenizer.blank_id, "eos_id": tokenizer.eos_id, **blank}
+    return {**summary, "notes": "; ".join(checkpoint.notes) or "none"}
 
 
 def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -> tuple[ModelConfig, dict[str, Any]]:

@@ -59,11 +59,9 @@ MODULES = {  # GGUF name: Hugging Face name
 GGUF_EMBEDDING, GGUF_HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # stored types that are not quantised
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
 INSTEAD = "convert the Hugging Face checkpoint instead"
 SAME_MATRIX = 0.98  # cosine above which two quantised matrices are copies of one
 ROWS_COMPARED = 4096
-
 ENDS = ("<|im_end|>", "<|endoftext|>")  # files of Qwen name one of them and mean both
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's token types
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -104,11 +102,8 @@ def _open(path: Path) -> Any:
         reader = package.GGUFReader(path)
     except (ValueError, IndexError, OSError) as error:
         raise FredaError(f"not a whole GGUF file ({error}); download it again") from None
-    parts = reader.fields.get("split.count")
-    require(
-        parts is None or parts.contents() <= 1,
-        "one part of a split model; join all parts: llama-gguf-split --merge FIRST_PART OUT.gguf",
-    )
+    parts, advice = reader.fields.get("split.count"), "llama-gguf-split --merge FIRST_PART OUT.gguf"
+    require(parts is None or parts.contents() <= 1, f"one part of a split model; join all parts: {advice}")
     return reader
 
 
@@ -122,13 +117,8 @@ def _config(fields: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, A
     if fields.get(f"{kind}.rope.scaling.type", "none") != "none":
         values["rope_scaling"] = {"rope_type": fields[f"{kind}.rope.scaling.type"]}
     architecture = next((family.architecture for family in FAMILIES if family.model_type == kind), kind)
-    config = {
-        **values,
-        "model_type": kind,
-        "architectures": [architecture],
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": GGUF_HEAD not in stored,
-    }
+    config = {**values, "model_type": kind, "architectures": [architecture]}
+    config |= {"vocab_size": len(fields["tokenizer.ggml.tokens"]), "tie_word_embeddings": GGUF_HEAD not in stored}
     if ROPE_FACTORS in stored:
         config["rope_scaling"] = _llama3_scaling(model_config(config), _dequantised(stored[ROPE_FACTORS]))
     return config
@@ -149,14 +139,11 @@ def _llama3_scaling(config: ModelConfig, factors: Tensor) -> dict[str, Any]:
 
 def _tensors(stored: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """All weights under their Hugging Face names, cast to `dtype` one by one."""
-    reordered = {}  # modules whose rows llama.cpp reorders, and their heads
-    if family_of(config).model_type == "llama":
-        reordered = {"q_proj": config.heads, "k_proj": config.kv_heads}
+    llama = family_of(config).model_type == "llama"
+    reordered = {"q_proj": config.heads, "k_proj": config.kv_heads} if llama else {}  # llama.cpp reorders their rows
     tensors = {}
-    for gguf_name, tensor in stored.items():
-        if gguf_name == ROPE_FACTORS:
-            continue
-        name, weight = _hugging_face_name(gguf_name), _dequantised(tensor)
+    for gguf_name in (name for name in stored if name != ROPE_FACTORS):
+        name, weight = _hugging_face_name(gguf_name), _dequantised(stored[gguf_name])
         module = name.split(".")[-2:][0]
         if module in reordered:  # from neighbouring pairs to (first half, second half) of a head's rows
             pairs = weight.view(reordered[module], -1, 2, weight.shape[-1])

@@ -26,7 +26,7 @@ def load_sums(folder: Path, count: int) -> list[Example]:
     """The first sums of the test split."""
     problems = problems_of(CorpusConfig(**settings_in(_shards(folder), "sums")), "test")
     return [
-        Example(f"sums/{number}", problem.prompt, str(problem.answer), {"solution": f" {problem.solution}"})
+        Example(f"sums/{number}", problem.prompt, problem.answer, {"solution": problem.solution})
         for number, problem in enumerate(itertools.islice(problems, count))
     ]
 
