@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from freda.data.config import DocumentsConfig, GeneratorConfig, PrepareFile
 from freda.data.files import File, find, open_file
 from freda.data.mini import GENERATORS
-from freda.errors import FredaError, missing_package, require
+from freda.errors import FredaError, optional, require
 
 MOST_ID = np.iinfo(np.int32).max  # larger ids, which no tokenizer has, become this one and are refused
 PATIENCE = 10_000  # records looked at to find a few texts: with a wrong field there is none in a terabyte
@@ -94,10 +94,11 @@ def read(source: Source, *, part: int = 0, parts: int = 1, seed: int | None = No
 
 
 def first_texts(
-    sources: Sequence[Source], most: int, characters: int, *, seed: int | None = None, held_out: bool = True
+    sources: Sequence[Source], most: int | None, characters: float, *, seed: int | None = None, held_out: bool = True
 ) -> Iterator[str]:
     """Texts of all sources in turn until there are `most` of them, or `characters` in all; few if most are unusable."""
-    streams = [itertools.islice(read(source, seed=seed), PATIENCE) for source in sources]
+    patience = None if most is None else PATIENCE
+    streams = [itertools.islice(read(source, seed=seed), patience) for source in sources]
     records = itertools.chain.from_iterable(itertools.zip_longest(*streams))
     documents = (record for record in records if isinstance(record, Document) and is_unicode(record.text))
     texts = (one.text for one in documents if one.text.strip() and (held_out or one.split != "validation"))
@@ -161,17 +162,9 @@ def _table(file: File, select: Field) -> Iterator[Pending]:
             raise FredaError(f"{where} is not a line of a table ({error}); fix it or exclude the file") from None
 
 
-def _parquet_file(file: File) -> Any:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise missing_package("pyarrow", "data") from None
-    return parquet.ParquetFile(file.path)
-
-
 def _parquet(file: File, select: Field) -> Iterator[Pending]:
     try:
-        table = _parquet_file(file)
+        table = optional("pyarrow.parquet", "data").ParquetFile(file.path)
         names, wanted = table.schema_arrow.names, {name.split(".")[0] for name in select.names}
         batches = table.iter_batches(batch_size=256, columns=sorted(wanted) if wanted <= {*names} else names)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -183,7 +176,7 @@ def _parquet(file: File, select: Field) -> Iterator[Pending]:
 
 def rows_of(file: File) -> int:
     """Rows of a Parquet file, according to its footer."""
-    return int(_parquet_file(file).metadata.num_rows)
+    return int(optional("pyarrow.parquet", "data").ParquetFile(file.path).metadata.num_rows)
 
 
 def _whole_file(file: File, select: Field) -> Iterator[Pending]:
@@ -234,11 +227,7 @@ def _hugging_face(config: DocumentsConfig, part: int, parts: int) -> Iterator[Re
 
     Files are distributed over the parts. Where there are more parts than files, parts take turns with the examples.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise missing_package("datasets", "data") from None
-    select = Field(config.field)
+    datasets, select = optional("datasets", "data"), Field(config.field)
     title = "/".join(name for name in (config.path, config.config, config.split) if name)
     try:
         options = {"split": config.split, "revision": config.revision or None, "streaming": True}

@@ -22,7 +22,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from freda.data.tokenizer import BLANK_TEXT, BYTES, Tokenizer
-from freda.errors import FredaError, missing_package, require
+from freda.errors import FredaError, optional, require
 
 NFC = tokenizers.normalizers.NFC()
 # What ByteLevel(use_regex=True) splits by, from the library's source.
@@ -114,10 +114,7 @@ def make_encoder(tokenizer: Tokenizer, sample: Iterable[str] = ()) -> Encoder:
 
 def _encoding(values: Mapping[str, Any], blank_id: int) -> Any:
     """The tiktoken encoding of a byte-level BPE; an error says why there is none."""
-    try:
-        import tiktoken
-    except ImportError:
-        raise missing_package("tiktoken", "data") from None
+    tiktoken = optional("tiktoken", "data")
     _check_model(values["model"])
     normalizer = values.get("normalizer") or {"type": "NFC"}
     require(normalizer == {"type": "NFC"}, f"its normalizer is {normalizer.get('type')}, not NFC or none")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from freda.data.config import DocumentsConfig
-from freda.errors import FredaError, missing_package, require
+from freda.errors import FredaError, optional, require
 
 SUFFIXES = {  # what a folder or archive is searched for, before .gz and the like
     "jsonl": (".jsonl", ".ndjson"),
@@ -145,11 +145,7 @@ def _archive(path: Path) -> tarfile.TarFile:
 
 
 def _zstd(stream: IO[bytes]) -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise missing_package("pyarrow", "data") from None
-    return io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"))
+    return io.BufferedReader(optional("pyarrow", "data").CompressedInputStream(stream, "zstd"))
 
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstd}

@@ -11,7 +11,6 @@ tokenizer in every version. Three things differ from a Hugging Face checkpoint a
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freda.errors import FredaError, missing_package, require
+from freda.errors import FredaError, optional, require
 from freda.folders.hugging_face import FAMILIES, Checkpoint, family_of, model_config
 from freda.model.config import ModelConfig
 from freda.model.transformer import rotary_frequencies
@@ -94,10 +93,7 @@ def read_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
 
 
 def _open(path: Path) -> Any:
-    try:
-        package = importlib.import_module("gguf")
-    except ImportError:
-        raise missing_package("gguf", "gguf") from None
+    package = optional("gguf", "gguf")
     try:
         reader = package.GGUFReader(path)
     except (ValueError, IndexError, OSError) as error:
@@ -163,7 +159,7 @@ def _hugging_face_name(name: str) -> str:
 
 def _dequantised(tensor: Any, step: int = 1) -> Tensor:
     """Every `step`-th row of a stored tensor as float32."""
-    quants = importlib.import_module("gguf.quants")
+    quants = optional("gguf.quants", "gguf")
     try:
         values = quants.dequantize(np.ascontiguousarray(tensor.data[::step]), tensor.tensor_type)
     except NotImplementedError:
