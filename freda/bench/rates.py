@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -13,19 +14,16 @@ def seconds(function: Callable[[], object], device: torch.device, *, repeats: in
     """The median time of a call; the device's own clock on CUDA."""
     for _ in range(warm_up):
         function()
+    if device.type != "cuda":
+        return statistics.median(timeit.repeat(function, number=1, repeat=repeats))
     times: list[float] = []
     for _ in range(repeats):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            function()
-            end.record()
-            torch.cuda.synchronize(device)
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            begun = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - begun)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
 
 

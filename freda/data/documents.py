@@ -73,11 +73,8 @@ def sources_of(file: PrepareFile, tables: Mapping[str, DocumentsConfig], root: P
 
 
 def read(source: Source, *, part: int = 0, parts: int = 1, seed: int | None = None) -> Iterator[Record]:
-    """The records of one part.
-
-    With a `seed` files come in a random order, so that the beginning of a folder is a sample of it. Records keep
-    their order within a file.
-    """
+    """The records of one part. With a `seed` files come in a random order, so that the beginning of a folder is a
+    sample of it. Records keep their order within a file."""
     config = source.config
     if config.kind == "huggingface":
         return _hugging_face(config, part, parts)
@@ -223,10 +220,8 @@ READERS |= {"text": _whole_file, "code": _whole_file}
 
 
 def _hugging_face(config: DocumentsConfig, part: int, parts: int) -> Iterator[Record]:
-    """Stream a dataset of the Hugging Face Hub, or a folder that `datasets` can read.
-
-    Files are distributed over the parts. Where there are more parts than files, parts take turns with the examples.
-    """
+    """Stream a dataset of the Hugging Face Hub, or a folder that `datasets` can read. Files are distributed over the
+    parts. Where there are more parts than files, parts take turns with the examples."""
     datasets, select = optional("datasets", "data"), Field(config.field)
     title = "/".join(name for name in (config.path, config.config, config.split) if name)
     try:

@@ -98,10 +98,8 @@ class Encoder:
 
 
 def make_encoder(tokenizer: Tokenizer, sample: Iterable[str] = ()) -> Encoder:
-    """The fastest encoder with the ids of `tokenizer.encode`.
-
-    tiktoken is used where it can be built and gives the very same ids on a list of difficult texts and on `sample`.
-    """
+    """The fastest encoder with the ids of `tokenizer.encode`. tiktoken is used where it can be built and gives the very
+    same ids on a list of difficult texts and on `sample`."""
     try:
         encoder = Encoder(tokenizer)
         _check_merges(json.loads(tokenizer.json_text)["model"])
@@ -224,11 +222,8 @@ def _compare(encoder: Encoder, tokenizer: Tokenizer, text: str) -> None:
 
 
 def _every_script() -> Iterator[str]:
-    """Each character below U+10000 after a letter, a digit and spaces; only some of CJK, Hangul and private use.
-
-    Two regex libraries may have the tables of two versions of Unicode. 0.35 MB in all, with every 16th character of the
-    next plane: that takes 0.3 s, and all of them would take 1.5 s.
-    """
+    """Each character below U+10000 after a letter, a digit and spaces, because two regex libraries may have the tables
+    of two versions of Unicode; only some of CJK, Hangul, private use and the next plane: 0.3 s instead of 1.5."""
     sparse = {code for start, end in ((0x3400, 0xA000), (0xAC00, 0xF900)) for code in range(start, end) if code % 64}
     codes = [code for code in (*range(0x10000), *range(0x10000, 0x20000, 16)) if code not in sparse]
     characters = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]

@@ -26,7 +26,7 @@ class Estimate(NamedTuple):
     """One source: what there is and what is wanted of it."""
 
     name: str
-    files: int  # -1: there are none
+    files: int
     size: int  # bytes on disk
     tokens: int  # about, in one epoch; -1: unknown
     wanted: int
@@ -62,7 +62,7 @@ def _estimate(name: str, source: Source, wanted: int, worker: Worker) -> Estimat
     files = source.files()
     on_disk = {file.path: file.path.stat().st_size for file in files}
     there = tokens if whole else _scaled(tokens, stored, number, source, files)
-    return Estimate(name, len(files) or -1, sum(on_disk.values()), there, wanted or there, rate)
+    return Estimate(name, len(files), sum(on_disk.values()), there, wanted or there, rate)
 
 
 def _scaled(tokens: int, stored: int, records: int, source: Source, files: Sequence[File]) -> int:
@@ -87,7 +87,7 @@ def plan_lines(file: PrepareFile, root: Path, workers: int) -> list[str]:
         reads = f"{one.wanted / one.tokens:.2f}" if one.tokens > 0 else "?"
         took = max(one.wanted, 0) / max(one.tokens_per_second, 1) / workers
         seconds += took
-        files, size = (f"{one.files:,}", f"{one.size / 1e6:,.1f} MB") if one.files >= 0 else ("-", "-")
+        files, size = (f"{one.files:,}", f"{one.size / 1e6:,.1f} MB") if one.files else ("-", "-")
         wanted = f"{one.wanted:,}" if one.wanted >= 0 else "all"
         rows.append((one.name, files, size, there, wanted, reads, duration(took)))
     lines = ["{:<14} {:>6} {:>10} {:>14} {:>14} {:>7} {:>9}".format(*row) for row in rows]

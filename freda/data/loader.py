@@ -114,10 +114,8 @@ class Loader:
 
 
 def rank_rows(batch_rows: int, group_rows: int, *, rank: int, world: int) -> list[range]:
-    """The rows of a step that a rank processes, group by group, numbered within the whole step.
-
-    Every group is cut among all ranks: at any time they are in the same group, hence in the same number of passes.
-    """
+    """The rows of a step that a rank processes, group by group, numbered within the whole step. Every group is cut
+    among all ranks: at any time they are in the same group, hence in the same number of passes."""
     if batch_rows % group_rows or not 0 <= rank < world:
         raise ValueError(f"rank {rank} of {world} in groups of {group_rows} of {batch_rows} rows")
     if group_rows % world:
@@ -138,10 +136,8 @@ def pinned(batch: Batch, device: torch.device) -> Batch:
 
 
 class Prefetcher:
-    """The batches of the coming steps, built in order by a thread up to `ahead` steps ahead; a context manager.
-
-    An error in the thread is raised by the `take` of its step.
-    """
+    """The batches of the coming steps, built in order by a thread up to `ahead` steps ahead; a context manager. An
+    error in the thread is raised by the `take` of its step."""
 
     def __init__(self, build: Callable[[int], list[Batch]], steps: range, *, ahead: int = STEPS_AHEAD) -> None:
         self._build, self._steps, self._ahead = build, steps, ahead
@@ -175,10 +171,8 @@ class Prefetcher:
 
 
 class Plan(NamedTuple):
-    """Which piece of which document lies in which row: row r holds pieces row_starts[r] to row_starts[r + 1].
-
-    Flat arrays, because a list per row would take more memory than the tokens of short documents.
-    """
+    """Which piece of which document lies in which row: row r holds pieces row_starts[r] to row_starts[r + 1]. Flat
+    arrays, because a list per row would take more memory than the tokens of short documents."""
 
     row_starts: Ints  # (rows + 1,)
     piece_document: Ints  # (pieces,)
@@ -264,10 +258,8 @@ class _ByLength:
         return np.concatenate(columns, axis=1)
 
     def _fill(self, space: int) -> dict[int, int]:
-        """The pieces that leave least of the space empty: {length: how many}, long pieces preferred.
-
-        Short pieces are the ones that close gaps, so they are looked at last and only when needed.
-        """
+        """The pieces that leave least of the space empty: {length: how many}, long pieces preferred. Short pieces are
+        the ones that close gaps, so they are looked at last and only when needed."""
         within = (1 << space + 1) - 1
         reachable = 1  # bit s: some of the pieces looked at sum to s
         looked_at: list[tuple[int, int, int]] = []  # (length, count, sums that were reachable without them)

@@ -16,7 +16,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from freda.data import mini_code, mini_logic, mini_math, synthetic
 from freda.data.config import CorpusConfig, MiniConfig
@@ -30,17 +30,9 @@ MiniKind = Literal["mini_math", "mini_code", "mini_logic"]
 Made = Iterator[tuple[Split, int, str]]  # split, number within the split, text
 
 
-class Contents(Protocol):
-    """The functions of a kind's module. A content has a `key`; contents that mean the same have the same key."""
-
-    def draw(self, rng: random.Random, config: MiniConfig) -> Any:
-        """Draw a content of any split."""
-
-    def told(self, content: Any, rng: random.Random, config: MiniConfig) -> Item:
-        """Put the content into words, with its solution."""
-
-
-KINDS: dict[MiniKind, Contents] = {"mini_math": mini_math, "mini_code": mini_code, "mini_logic": mini_logic}
+# Each module has draw(rng, config), a content of any split, and told(content, rng, config), its `Item`. A content has a
+# `key`; contents that mean the same have the same key.
+KINDS: dict[MiniKind, Any] = {"mini_math": mini_math, "mini_code": mini_code, "mini_logic": mini_logic}
 
 
 def item(kind: MiniKind, config: MiniConfig, split: Split, number: int) -> Item:
@@ -50,7 +42,7 @@ def item(kind: MiniKind, config: MiniConfig, split: Split, number: int) -> Item:
         content = KINDS[kind].draw(rng, config)
         if split_of(content.key) != split:
             continue
-        made = KINDS[kind].told(content, rng, config)
+        made: Item = KINDS[kind].told(content, rng, config)
         if split != "test" or not made.lesson:
             return made
     raise FredaError(f"no {kind} item of these settings is in the {split} split; raise the difficulty in [mini]")
@@ -97,11 +89,8 @@ def settings_of(folder: Path) -> MiniConfig:
 
 
 def prompt_of(message: str) -> tuple[str, tuple[str, ...]]:
-    """Turn a typed message into the beginning of a training document, and name the strings that end its answer.
-
-    A message is a word problem unless it has the form of a function, a deduction or a question with options. Documents
-    of deductions continue with further conclusions, so there the answer ends with its sentence.
-    """
+    """Turn a typed message into the beginning of a training document, and name the strings that end its answer: of a
+    deduction the end of its sentence, because the documents continue with further conclusions."""
     text = message.strip()
     stop = (".",) if text.startswith((mini_logic.WALK, mini_logic.FACTS)) else ()
     if text.startswith(("def ", mini_logic.WALK)) or "\nAnswer:" in text:

@@ -145,10 +145,8 @@ def _draw_world(rng: random.Random, config: MiniConfig, family: str) -> World:
 
 
 def _told_walk(walk: Walk) -> Item:
-    """Tell the first place, then moves and where they lead.
-
-    Three constant words stand before a letter, so that a block of four tokens with the letter contains no move.
-    """
+    """Tell the first place, then moves and where they lead. Three constant words stand before a letter, so that a block
+    of four tokens with the letter contains no move."""
     rounds = [" ".join(MOVES[move] for move in moves) for moves in walk.rounds]
     *said, answer = walk.places
     known = [f"{moves}, now at {place}." for moves, place in zip(rounds, said, strict=False)]

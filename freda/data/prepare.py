@@ -92,11 +92,8 @@ def with_sources(file: PrepareFile) -> PrepareFile:
 
 
 def with_revisions(file: PrepareFile, out: Path, known: Mapping[str, Any] | None = None) -> PrepareFile:
-    """The file with a commit for every dataset of the Hub that names none.
-
-    A run that is resumed or repeated must read the same documents, so the commit comes from `known` (the description in
-    a manifest), from the notes of the interrupted run, or it is the newest.
-    """
+    """The file with a commit for every dataset of the Hub that names none, so that a run that is resumed or repeated
+    reads the same: from `known` (the description in a manifest), from an interrupted run's notes, or the newest."""
     mark = out / WORK / "revisions.json"
     notes: dict[str, str] = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
     notes |= {key: table["revision"] for key, table in (known or {}).items() if "revision" in table}
@@ -143,11 +140,8 @@ def next_wave(source: str, budget: int, epochs: int, parts: int, done: Outcomes)
 
 
 def _all_waves(sources: Mapping[str, SourceConfig], settings: PrepareConfig, run: Runner) -> tuple[Outcomes, bool]:
-    """Run every source to its budget, and again if a small corpus came out without a validation document.
-
-    The second run holds out the one document that a larger share would hold out first. Returns what all tasks did, and
-    whether there was a second run.
-    """
+    """Run every source to its budget, and again if a small corpus came out without a validation document: then the one
+    is held out that a larger share would hold out first. Returns what all tasks did, and whether they ran again."""
     outcomes = _waves(sources, settings, run, held=0.0)
     splits, least = _splits(outcomes), min((outcome.least_draw for _, outcome in outcomes), default=1.0)
     if not settings.validation_share or splits["validation"].documents or splits["train"].documents < 2 or least == 1:
@@ -291,10 +285,8 @@ def _clean_up(out: Path, manifest: Manifest) -> None:
 
 
 def _report(index: Index | None, outcomes: Outcomes) -> dict[str, Any]:
-    """Fields of the manifest: what was dropped from each source and why, with examples, and what was kept out.
-
-    For every benchmark there are its texts, and for every source how many documents hold some of them, and how many.
-    """
+    """Fields of the manifest: what was dropped from each source and why, with examples, and what was kept out. For
+    every benchmark there are its texts, and for every source how many documents hold some of them, and how many."""
     benchmarks = index.benchmarks if index is not None else {}
     contamination: dict[str, Any] = {name: {**info._asdict(), "sources": {}} for name, info in benchmarks.items()}
     dropped: defaultdict[str, Counter[str]] = defaultdict(Counter)

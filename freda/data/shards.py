@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from freda.errors import FredaError, require
 from freda.files import beside, write_whole
 
-ShardSplit = Literal["train", "validation"]
-SPLITS: tuple[ShardSplit, ...] = ("train", "validation")
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 ID = np.dtype("<i4")

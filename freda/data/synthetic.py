@@ -106,18 +106,14 @@ class Item(NamedTuple):
 
 
 def problems_of(config: CorpusConfig, split: Split) -> Iterator[Item]:
-    """The problems of a split, without end.
-
-    Held-out questions come once each, as long as there are new ones: a repeated question measures nothing. Training
-    questions may be repeated, often with another solution, which is how a model learns that there are several.
-    """
+    """The problems of a split, without end. Held-out questions come once each, as long as there are new ones; training
+    questions are repeated with other solutions, which is how a model learns that there are several."""
     rng = random.Random(f"{split} {config.seed}")  # seeded by a string: the same in every process, unlike by a tuple
-    asked: set[str] = set()
-    repeats = 0
+    asked, repeats = set[str](), 0
     while True:
         problem = _word(_draw_sum(rng, config, split), rng, config.varied)
         repeats = repeats + 1 if problem.prompt in asked else 0
-        if split == "train" or not 0 < repeats <= PATIENCE:
+        if not 0 < repeats <= PATIENCE:
             yield problem
         if split != "train":
             asked.add(problem.prompt)

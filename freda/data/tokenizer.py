@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import lzma
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,11 @@ class Tokenizer:
         self.json_text = json_text
         self._tokenizer = _parse(json_text)
         self.settings = dict(settings)
-        self.blank_id = self._blank_id()
-        self.size = self.blank_id + 1
+        blank: Any = self._tokenizer.token_to_id(BLANK_TEXT)
+        require(blank is not None, f"the tokenizer has no {BLANK_TEXT} token; run: freda convert SOURCE TARGET")
+        last = first_free_id(self._tokenizer) - 1
+        require(blank == last, f"{BLANK_TEXT} has id {blank}, but it must be the last one, {last}; convert it again")
+        self.blank_id, self.size = last, last + 1
         self.eos_id = self._named_id("eos_token", token_text(settings.get("eos_token")))
         texts = settings.get("stop_tokens", ())
         listed = isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)
@@ -103,13 +105,6 @@ class Tokenizer:
         text = token.replace("▁", " ") if "▁" in token else self._tokenizer.decode([index], skip_special_tokens=False)
         return "".join(_drawn(character) for character in text)
 
-    def _blank_id(self) -> int:
-        blank: Any = self._tokenizer.token_to_id(BLANK_TEXT)
-        require(blank is not None, f"the tokenizer has no {BLANK_TEXT} token; run: freda convert SOURCE TARGET")
-        last = first_free_id(self._tokenizer) - 1
-        require(blank == last, f"{BLANK_TEXT} has id {blank}, but it must be the last one, {last}; convert it again")
-        return int(blank)
-
     def _named_id(self, setting: str, text: str | None) -> int:
         """The id of a token named in the settings, below BLANK so that the model can predict it."""
         if text is None:
@@ -121,14 +116,12 @@ class Tokenizer:
 
 
 def open_tokenizer(folder: Path, eos: str = "") -> Tokenizer:
-    """The tokenizer of a freda folder, or of another checkpoint, with BLANK added as `freda convert` does.
-
-    `eos` names another token to end documents. `tokenizer.json` may be compressed with xz.
-    """
-    packed = folder / "tokenizer.json.xz"
+    """The tokenizer of a freda folder, or of another checkpoint, with BLANK added as `freda convert` does. `eos` names
+    another token to end documents. `tokenizer.json` may be compressed with xz."""
     require(folder.is_dir(), f"there is no folder {folder}; name one that holds a tokenizer.json")
     with located(folder):
-        text = _unpack(packed) if packed.is_file() else read_text(folder / "tokenizer.json")
+        packed = folder / "tokenizer.json.xz"
+        text = read_text(packed if packed.is_file() else folder / "tokenizer.json")
         settings, parsed = read_settings(folder), _parse(text)
         end = eos or token_text(settings.get("eos_token"))
         if end is None:
@@ -141,10 +134,8 @@ def open_tokenizer(folder: Path, eos: str = "") -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` ids: any text encodes, and every digit is a token of its own.
-
-    The last two ids are EOS and BLANK. A corpus with too few distinct words gives a smaller table.
-    """
+    """A byte-level BPE of at most `vocab_size` ids: any text encodes, and every digit is a token of its own. The last
+    two ids are EOS and BLANK. A corpus with too few distinct words gives a smaller table."""
     least = f"{BYTES + 2} or more (all bytes, EOS, BLANK)"
     require(vocab_size >= BYTES + 2, f"a vocabulary of {vocab_size} is too small; use {least}")
     splits = tokenizers.pre_tokenizers
@@ -185,13 +176,6 @@ def with_blank(json_text: str, stops: Sequence[int | str], settings: Mapping[str
 def first_free_id(tokenizer: tokenizers.Tokenizer) -> int:
     """The id behind the last one in use. Gaps do not count: logits are cut at BLANK, so all ids must lie below it."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
-def _unpack(path: Path) -> str:
-    try:
-        return lzma.decompress(path.read_bytes()).decode("utf-8")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise FredaError(f"{path.name} cannot be read: {error}") from None
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -83,9 +83,7 @@ def _write_checkpoint(checkpoint: Checkpoint, target: Path, block_size: int | No
 
 def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -> tuple[ModelConfig, dict[str, Any]]:
     """Give BLANK a row of the tables, the mean of the others if it is new or untrained; returns shape and summary.
-
-    Behind RMSNorm, a row near zero would hide α.
-    """
+    Behind RMSNorm, a row near zero would hide α."""
     rows = config.vocab_size
     odd = f"it has {blank_id} ids, the table {rows} rows"
     require(blank_id <= rows, f"the tokenizer does not belong to the weights: {odd}")

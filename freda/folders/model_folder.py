@@ -128,10 +128,8 @@ def missing_model(path: Path) -> FredaError:
 
 
 def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """The model in a model or run folder, every tensor read from it: nothing is left at a random value.
-
-    On the device `meta` it has all but values: everything is checked, and `fill_part` reads what a process holds.
-    """
+    """The model in a model or run folder, every tensor read from it: nothing is left at a random value. On the device
+    `meta` it has all but values: everything is checked, and `fill_part` reads what a process holds."""
     folder = resolve_model_folder(path)
     with located(folder):
         values = read_json(folder / "config.json")
