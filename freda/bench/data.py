@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import resource
 import tempfile
 import timeit
@@ -99,10 +100,8 @@ def _run_task(file: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
 def _peak_memory() -> float:
     """Peak memory of this process in MB. A child inherits ru_maxrss on Linux, so that is the last resort."""
     status = Path("/proc/self/status")
-    if status.is_file():
-        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(peak.split()[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None
+    return (int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1024
 
 
 def _row(what: str, seconds: float, tokens: int, megabytes: float) -> dict[str, Any]:

@@ -64,13 +64,10 @@ def kernel_times(call: Callable[[], object], device: torch.device) -> dict[str, 
         call()
         if cuda:
             torch.cuda.synchronize()
-    return {
-        row.key: ((row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e3, row.count)
-        for row in seen.key_averages()
-    }
+    total = "self_device_time_total" if cuda else "self_cpu_time_total"
+    return {row.key: (getattr(row, total) / 1e3, row.count) for row in seen.key_averages()}
 
 
 def longest_first(spent: dict[str, tuple[float, int]], most: int) -> list[tuple[str, float, int]]:
     """The kernels of `kernel_times` that took longest, as (name, milliseconds, calls)."""
-    ranked = sorted(spent.items(), key=lambda item: -item[1][0])[:most]
-    return [(name, *numbers) for name, numbers in ranked]
+    return sorted(((name, ms, calls) for name, (ms, calls) in spent.items()), key=lambda row: -row[1])[:most]

@@ -112,11 +112,8 @@ class Generator(NamedTuple):
 def _sums(corpus: CorpusConfig, part: int, parts: int) -> Made:
     """The embedded word problems, training first, then those held out."""
     counts: dict[Split, int] = {"train": corpus.problems, "validation": corpus.validation_problems}
-    whole = (
-        (split, number, problem.document)
-        for split, count in counts.items()
-        for number, problem in enumerate(itertools.islice(synthetic.problems_of(corpus, split), count))
-    )
+    firsts = {split: itertools.islice(synthetic.problems_of(corpus, split), count) for split, count in counts.items()}
+    whole = ((split, number, one.document) for split, first in firsts.items() for number, one in enumerate(first))
     return itertools.islice(whole, part, None, parts)
 
 

@@ -205,10 +205,8 @@ def _finished(file: PrepareFile, root: Path, out: Path, *, replace_other: bool) 
 
 def _changes(manifest: Manifest, file: PrepareFile, root: Path) -> list[str]:
     """In what a finished corpus differs from the one that a file describes."""
-    old, new = (
-        {f"{section}.{key}": value for section, table in source.items() for key, value in table.items()}
-        for source in (manifest.source, description(file, root))
-    )
+    both = (manifest.source, description(file, root))
+    old, new = ({f"{name}.{key}": value for name, table in one.items() for key, value in table.items()} for one in both)
     if file.prepare.tokenizer:
         tokenizer = named_tokenizer(file.prepare, root)
         old |= {"tokenizer": manifest.tokenizer[:8], "eos_id": manifest.eos_id}
@@ -256,15 +254,8 @@ def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
     advice = "check the sources with freda prepare --plan"
     require(splits["train"].documents > 0, f"no document is left to train on; {advice}")
     first = [item for item in outcomes if item[0].epoch == 0]  # later epochs drop the same
-    manifest = Manifest(
-        source=description(worker.file, root),
-        align=worker.settings.align,
-        eos_id=tokenizer.eos_id,
-        blank_id=tokenizer.blank_id,
-        tokenizer=tokenizer.fingerprint,
-        splits=splits,
-        **_report(worker.index, first),
-    )
+    ids = (worker.settings.align, tokenizer.eos_id, tokenizer.blank_id, tokenizer.fingerprint)
+    manifest = Manifest(description(worker.file, root), *ids, splits, **_report(worker.index, first))
     for split in splits:
         Documents(out, split, manifest)  # nobody has changed them since
     tokenizer.save(out)

@@ -102,13 +102,12 @@ class Manifest:
             values = json.loads(path.read_text(encoding="utf-8"))
             seen = f"{path} has format version {values['version']}, this freda reads {FORMAT_VERSION}"
             require(values["version"] == FORMAT_VERSION, f"{seen}; {START_ANEW}")
-            splits = {
-                split: SplitInfo(**{**info, "shards": [ShardInfo(**shard) for shard in info["shards"]]})
-                for split, info in values["splits"].items()
-            }
             if type(values["align"]) is not int or values["align"] < 1:
                 raise ValueError(f"align is {values['align']!r}")
-            return cls(**{**values, "splits": splits})
+            for name, info in values["splits"].items():
+                shards = [ShardInfo(**shard) for shard in info["shards"]]
+                values["splits"][name] = SplitInfo(**{**info, "shards": shards})
+            return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FredaError(f"{path} is damaged ({error}); {START_ANEW}") from None
 

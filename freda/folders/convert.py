@@ -18,20 +18,12 @@ from freda.data.tokenizer import Tokenizer, read_settings, token_text, with_blan
 from freda.errors import require
 from freda.files import beside, located, read_json, read_text, write_json, written_beside
 from freda.folders.gguf import read_gguf
-from freda.folders.hugging_face import (
-    DTYPES,
-    EMBEDDING,
-    HEAD,
-    Checkpoint,
-    check_tensors,
-    dtype_name,
-    family_of,
-    model_config,
-)
+from freda.folders.hugging_face import EMBEDDING, HEAD, Checkpoint, check_tensors, dtype_name, family_of, model_config
 from freda.folders.model_folder import SCORER_FILE, About, load_model, resolve_model_folder, write_files
 from freda.folders.tensors import packed, read_safetensors, save_tensors, weight_files
 from freda.methods.autoregressive import Autoregressive
 from freda.model.config import ModelConfig
+from freda.model.parts import DTYPES
 
 INT8 = "int8"
 PRECISIONS = (*DTYPES, INT8)
@@ -127,8 +119,7 @@ def _stops(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any])
 
 def _copy(folder: Path, config: dict[str, Any], target: Path, cast: torch.dtype | None) -> dict[str, Any]:
     """Write a freda model again without what training keeps beside it; `cast` changes the precision."""
-    stage = load_model(folder, "meta").stage  # checks everything but the values
-    parameters = 0
+    stage, parameters = load_model(folder, "meta").stage, 0  # checks everything but the values
     for file, paths in (("model.safetensors", weight_files(folder)), (SCORER_FILE, [*folder.glob(SCORER_FILE)])):
         tensors = read_safetensors(paths, dtype=cast)
         parameters += sum(tensor.numel() for tensor in tensors.values())

@@ -118,10 +118,8 @@ def missing_model(path: Path) -> FredaError:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.parent.is_dir():
         return FredaError(problem)
     local = Path("models") / path.name.lower()
-    return FredaError(
-        f"{problem}; for the model of that name on the Hugging Face Hub run: hf download {path} --local-dir {local}, "
-        f"then: freda convert {local} {local}-freda"
-    )
+    commands = f"hf download {path} --local-dir {local}, then: freda convert {local} {local}-freda"
+    return FredaError(f"{problem}; for the model of that name on the Hugging Face Hub run: {commands}")
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
