@@ -267,16 +267,13 @@ class Field:
             raise FredaError(f"field is {field!r}, which is not a template ({error}); write {{name}}") from None
         plain = not any(name == "" or spec or conversion for _, name, spec, conversion in pieces)
         require(plain, f"field is {field!r}, but a template takes plain {{name}}s only")
-        self._pieces = [(literal, name) for literal, name, _, _ in pieces]
+        self._pieces = [(literal, name or "") for literal, name, _, _ in pieces]
         self.names = [name for _, name in self._pieces if name]
 
     def __call__(self, where: str, values: Mapping[str, Any], size: int = 0) -> Record:
         """The document in `values`, or a `Broken` that says what is missing."""
-        text = []
-        for literal, name in self._pieces:
-            text.append(literal)
-            if not name:
-                continue
+        found = {"": ""}
+        for name in self.names:
             value: Any = values
             for key in name.split("."):
                 value = value.get(key) if isinstance(value, Mapping) else None
@@ -285,5 +282,5 @@ class Field:
             parts = value if isinstance(value, list | tuple) else [value]
             if not all(isinstance(part, str | int | float) for part in parts):
                 return Broken(where, f"field {name} is not text", f"it is {str(value)[:60]}")
-            text.append("\n".join(map(str, parts)))
-        return Document(where, "".join(text), size=size)
+            found[name] = "\n".join(map(str, parts))
+        return Document(where, "".join(literal + found[name] for literal, name in self._pieces), size=size)

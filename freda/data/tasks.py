@@ -93,17 +93,15 @@ def description(file: PrepareFile, root: Path) -> dict[str, Any]:
             values[f"{section}.{name}"] = {**dataclasses.asdict(source.config), **amount}
     if file.benchmark:
         values["decontaminate"] = dataclasses.asdict(file.decontaminate)
-    for source in sources_of(file, file.source, root).values():
-        if source.generator is not None:
-            generator = GENERATORS[source.config.kind]
-            values[generator.section] = {"generator": generator.version, **dataclasses.asdict(source.generator)}
+    for generator in (GENERATORS[source.kind] for source in file.source.values() if source.kind in GENERATORS):
+        settings = dataclasses.asdict(getattr(file, generator.section))
+        values[generator.section] = {"generator": generator.version, **settings}
     return values
 
 
 def task_keys(file: PrepareFile, root: Path, tokenizer: Tokenizer) -> Mapping[str, str]:
     """For every source, a hash of everything its tasks depend on except their place in the work."""
-    whole = description(file, root)
-    vocabulary = [tokenizer.fingerprint, tokenizer.eos_id]
+    whole, vocabulary = description(file, root), [tokenizer.fingerprint, tokenizer.eos_id]
     kept_out = {name: stamps(source) for name, source in sources_of(file, file.benchmark, root).items()}
     settings = {key: value for key, value in whole["prepare"].items() if key not in ("tokens", "broken_share")}
     shared = {name: value for name, value in whole.items() if not name.startswith(("source.", "prepare"))}
