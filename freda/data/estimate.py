@@ -95,11 +95,12 @@ def plan_lines(file: PrepareFile, root: Path, workers: int) -> list[str]:
     lines.append(f"{total:,} tokens, {4 * total / 1e9:.2f} GB, about {duration(seconds)} with {workers} processes")
     lines.append(f"tokenizer of {worker.tokenizer.size:,} ids, encoding with {worker.encoder}")
     for name, info in worker.index.benchmarks.items() if worker.index is not None else ():
-        too_short = f"{info.too_short:,} too short to tell"
-        lines.append(f"keeps out {name}: {info.indexed:,} of {info.items:,} texts, {too_short}")
+        texts = f"{info.indexed:,} of {info.items:,} texts, {info.too_short:,} too short to tell"
+        lines.append(f"keeps out {name}: {texts}")
     for one in found:
         epochs = file.source[one.name].epochs
-        lines += [f"would run dry: {one.name}, with {epochs=}"] * (0 < one.tokens * epochs < one.wanted)
+        if 0 < one.tokens * epochs < one.wanted:
+            lines.append(f"would run dry: {one.name}, with {epochs=}")
     return lines
 
 

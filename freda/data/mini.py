@@ -29,7 +29,6 @@ OPTIONS = "\nA. "  # marks a question with answers to choose from
 MiniKind = Literal["mini_math", "mini_code", "mini_logic"]
 Made = Iterator[tuple[Split, int, str]]  # split, number within the split, text
 
-
 # Each module has draw(rng, config), a content of any split, and told(content, rng, config), its `Item`. A content has a
 # `key`; contents that mean the same have the same key.
 KINDS: dict[MiniKind, Any] = {"mini_math": mini_math, "mini_code": mini_code, "mini_logic": mini_logic}
