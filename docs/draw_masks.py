@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from freda.model import masks
-from freda.model.masks import CLEAN, Tokens
+from freda.model import attention
+from freda.model.attention import CLEAN, Tokens
 
 TARGET = Path(__file__).parent / "images" / "masks.svg"
 CELL, GAP, TOP, LEFT = 9, 70, 64, 20
@@ -23,16 +23,16 @@ def panels() -> list[tuple[str, str, Tokens]]:
     document = torch.zeros_like(position)
     packed = torch.cat([torch.arange(8), torch.arange(8)])[None]
     two = (torch.arange(16) // 8)[None]
-    clean = masks.clean_tokens(document, position, 4)
-    draft = masks.draft_tokens(document, position, 4)
-    copies = [masks.draft_tokens(document, position, 4, torch.full_like(position, number)) for number in range(2)]
-    pack = masks.concat(masks.draft_tokens(two, packed, 4), masks.clean_tokens(two, packed, 4))
+    clean = attention.clean_tokens(document, position, 4)
+    draft = attention.draft_tokens(document, position, 4)
+    copies = [attention.draft_tokens(document, position, 4, torch.full_like(position, number)) for number in range(2)]
+    pack = attention.concat(attention.draft_tokens(two, packed, 4), attention.clean_tokens(two, packed, 4))
     return [
-        ("Autoregressive", "one token per block", masks.clean_tokens(document, position, 1)),
+        ("Autoregressive", "one token per block", attention.clean_tokens(document, position, 1)),
         ("Committed text", "block-causal", clean),
-        ("Self-refinement", "[ draft | clean ]", masks.concat(draft, clean)),
+        ("Self-refinement", "[ draft | clean ]", attention.concat(draft, clean)),
         ("Two documents packed", "[ draft | clean ]", pack),
-        ("Best-of-N", "[ candidate 1 | candidate 2 | clean ]", masks.concat(*copies, clean)),
+        ("Best-of-N", "[ candidate 1 | candidate 2 | clean ]", attention.concat(*copies, clean)),
     ]
 
 
@@ -45,7 +45,7 @@ def kind(tokens: Tokens, query: int, key: int) -> str:
 
 def panel(title: str, order: str, tokens: Tokens, left: int) -> tuple[list[str], int]:
     """One picture as SVG elements, and its width: a path for each colour over a light square."""
-    grid = masks.dense(tokens, tokens)[0].tolist()
+    grid = attention.dense(tokens, tokens)[0].tolist()
     paths: dict[str, list[str]] = {}
     for query, row in enumerate(grid):
         for key, seen in enumerate(row):

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freda.data.loader import Batch, Loader
-from freda.data.pack import plan
+from freda.data.loader import Batch, Loader, plan
 from freda.data.shards import SPLITS, Manifest, ShardWriter, SplitInfo
 from freda.data.tokenizer import train_tokenizer
 from freda.methods.autoregressive import Autoregressive

@@ -24,7 +24,7 @@ from freda import __version__
 from freda.data.config import CorpusConfig
 from freda.data.mini import held_out
 from freda.data.prepare import prepare_corpus
-from freda.data.synthetic import Problem, grade, problems_of
+from freda.data.synthetic import Item, grade, problems_of
 from freda.decode.api import Model
 from freda.decode.config import EngineConfig
 from freda.decode.request import Pass
@@ -32,8 +32,7 @@ from freda.decode.show import LiveDrafts, legend, pass_line
 from freda.errors import FredaError
 from freda.eval.teacher_forcing import token_accuracy
 from freda.files import write_whole
-from freda.folders.model_folder import load_model
-from freda.folders.resolve import packaged_folder
+from freda.folders.model_folder import load_model, packaged_folder
 from freda.methods.autoregressive import Autoregressive
 from freda.methods.best_of_n import BestOfN
 from freda.methods.block_diffusion import BlockDiffusion
@@ -151,7 +150,7 @@ def _train(plan: Plan, folder: Path, method: Method, settings: TrainConfig) -> M
     return Model(load_model(folder), EngineConfig(max_batch=BATCH, max_length=plan.data.seq_len))
 
 
-def _scores(name: str, model: Model, test: list[Problem]) -> list[dict[str, Any]]:
+def _scores(name: str, model: Model, test: list[Item]) -> list[dict[str, Any]]:
     """One row of the table for each number of passes."""
     rows = []
     axes = model.loaded.method.axes
@@ -200,7 +199,7 @@ def _show_bundled(console: Console) -> None:
     _say(f"ask it more with: {_program()} chat {BUNDLED}; now a tiny model is trained here")
 
 
-def _show_refinement(console: Console, model: Model, test: list[Problem]) -> None:
+def _show_refinement(console: Console, model: Model, test: list[Item]) -> None:
     """Three problems pass by pass, chosen so that something changes: solved, with a token revised on the way."""
     console.print("\nThree problems being refined:")
     console.print(legend(), end="\n\n")

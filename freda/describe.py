@@ -15,8 +15,7 @@ from freda.data.tokenizer import Tokenizer
 from freda.errors import missing_package, require
 from freda.files import read_json
 from freda.folders.hugging_face import family_of
-from freda.folders.model_folder import load_model
-from freda.folders.resolve import missing_model, model_path, resolve_model_folder
+from freda.folders.model_folder import load_model, missing_model, model_path, resolve_model_folder
 from freda.train.metrics import read_metrics
 
 SHOWN_TOKENS = 60  # of the first document

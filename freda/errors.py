@@ -4,9 +4,11 @@
 line prints it as one line and exits with code 2. Everything else that can go wrong is a bug and keeps its traceback.
 """
 
+import importlib
 import shutil
 import sys
 import textwrap
+from typing import Any
 
 
 class FredaError(Exception):
@@ -20,6 +22,14 @@ class AgreedError(FredaError):
 def missing_package(package: str, extra: str) -> FredaError:
     """The error for an optional dependency that is not installed."""
     return FredaError(f"this needs the package '{package}', which is not installed; run: pip install 'freda[{extra}]'")
+
+
+def optional(module: str, extra: str) -> Any:
+    """A module of an optional dependency, imported."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise missing_package(module.partition(".")[0], extra) from None
 
 
 def require(condition: bool, message: str) -> None:

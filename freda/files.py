@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import lzma
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,12 +27,14 @@ def beside(path: Path) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; an error names the file."""
+    """The text of a file, unpacked if its name ends in .xz; an error names the file."""
     try:
+        if path.suffix == ".xz":
+            return lzma.decompress(path.read_bytes()).decode("utf-8")
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         raise FredaError(f"{path.name} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise FredaError(f"{path.name} cannot be read: {error}") from None
 
 
@@ -65,10 +68,8 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def written_beside(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder that takes the name `folder` when the body succeeds, and is removed when it does not.
-
-    With `replace` an older folder of that name stays until the new one is complete.
-    """
+    """A temporary folder that takes the name `folder` when the body succeeds, and is removed when it does not. With
+    `replace` an older folder of that name stays until the new one is complete."""
     folder = folder.absolute()
     if folder.exists() and not replace:
         raise FredaError(f"{folder} exists already; name another folder, or remove it first")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import types
 import typing
@@ -33,16 +34,14 @@ def require_at_least(least: int, config: Any, section: str, *names: str) -> None
 
 def read_tables(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     """The tables of a TOML file (none without a path) with `section.key=value` overrides applied, in order."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise FredaError(f"there is no config file {path}") from None
-        except IsADirectoryError:
-            raise FredaError(f"{path} is a folder; name a .toml file in it") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise FredaError(f"{path} is not valid TOML: {error}") from None
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    except FileNotFoundError:
+        raise FredaError(f"there is no config file {path}") from None
+    except IsADirectoryError:
+        raise FredaError(f"{path} is a folder; name a .toml file in it") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FredaError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         apply_override(values, override)
     return values
@@ -50,12 +49,7 @@ def read_tables(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested dictionaries, the inverse of `build`; unset (None) values are omitted."""
-    values = dataclasses.asdict(config)
-    return {
-        key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value is not None
-    }
+    return dataclasses.asdict(config, dict_factory=lambda pairs: {key: v for key, v in pairs if v is not None})
 
 
 def tables_as_toml(sections: Mapping[str, Any]) -> str:
@@ -70,11 +64,8 @@ def tables_as_toml(sections: Mapping[str, Any]) -> str:
 
 def toml_value(value: Any) -> str:
     """A value as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+    if isinstance(value, bool | str):  # as in JSON
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {toml_value(v)}" for key, v in value.items()) + " }"
     if isinstance(value, tuple):
@@ -86,8 +77,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     """Put `section.key=value` into nested dictionaries."""
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
-    if not equals or not sections or not all((*sections, key)):
-        raise FredaError(f"--set wants section.key=value, for example train.lr=3e-4; got {override!r}")
+    whole = bool(equals and sections) and all((*sections, key))
+    require(whole, f"--set wants section.key=value, for example train.lr=3e-4; got {override!r}")
     target: Any = values
     for section in sections:
         target = target.setdefault(section, {}) if isinstance(target, dict) else None
@@ -125,8 +116,8 @@ def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
 
 def _section(kind: type, values: Any, name: str) -> Any:
     """One section as its dataclass. Sections that carry a name of the user's say it in their errors."""
-    if not isinstance(values, Mapping):
-        raise FredaError(f"{name} is {values!r}; it is a section: write [{name}] and keys below it")
+    table = isinstance(values, Mapping)
+    require(table, f"{name} is {values!r}; it is a section: write [{name}] and keys below it")
     if hasattr(kind, "variant"):  # a key of the section says which class it is
         kind, values = kind.variant(values)
     try:

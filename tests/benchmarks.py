@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from freda.data.config import CorpusConfig, MiniConfig
-from freda.data.generators import GENERATORS
+from freda.data.mini import GENERATORS
 from freda.data.shards import Manifest
 from freda.eval.tasks import TASKS
 from freda.eval.tasks.multiple_choice import GPQA_COLUMNS

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from freda.data.config import CorpusConfig
-from freda.data.generators import settings_in
-from freda.data.mini import questions_of
+from freda.data.mini import questions_of, settings_in
 from freda.data.mini_code import tests_of
 from freda.data.synthetic import problems_of
 from freda.eval.harness import metrics_of, silence, simple_evaluate
@@ -121,7 +120,7 @@ def same_as_a_whole(solution: str, text: str) -> bool:
 def _sums(folder: Path, count: int) -> list[Config]:
     """Nothing like it is in lm_eval."""
     asked = itertools.islice(problems_of(CorpusConfig(**settings_in(folder, "sums")), "test"), count)
-    return _word_problems("sums", [{"prompt": one.prompt, "answer": str(one.answer)} for one in asked])
+    return _word_problems("sums", [{"prompt": one.prompt, "answer": one.answer} for one in asked])
 
 
 def _mini_math(folder: Path, count: int) -> list[Config]:

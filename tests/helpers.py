@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,19 +26,22 @@ from freda.data.config import CorpusConfig, MiniConfig, PrepareConfig, PrepareFi
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.data.shards import Documents, Manifest
+from freda.data.synthetic import Item, Split, problems_of
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer, train_tokenizer
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.plain import PlainModel
 from freda.decode.request import Request
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.files import written_beside
+from freda.folders.hugging_face import hugging_face_name
+from freda.folders.model_folder import About, LoadedModel, part_file, write_files
+from freda.folders.tensors import save_tensors
 from freda.methods import METHODS, method_named
 from freda.methods.method import Method
 from freda.methods.self_refine import SelfRefine
-from freda.model.attention import make_mask
+from freda.model.attention import clean_tokens, make_mask
 from freda.model.config import ModelConfig
-from freda.model.masks import clean_tokens
-from freda.model.parts import Parts
+from freda.model.parts import BACKBONE, Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.train.config import DataConfig, RunConfig, TrainConfig
@@ -417,3 +421,20 @@ def texts(folder: Path, split: str = "train") -> list[str]:
     manifest, tokenizer = Manifest.read(folder), Tokenizer.load(folder)
     documents = Documents(folder, split, manifest)
     return [tokenizer.decode(documents.document(index).tolist()) for index in range(len(documents))]
+
+
+def save_model(folder: Path, loaded: LoadedModel, *, dtype: torch.dtype | None = None, replace: bool = False) -> None:
+    """Write a model folder; `dtype` casts the weights. An existing folder is an error unless it may be replaced."""
+    with written_beside(folder, replace) as temporary:
+        for part, module in loaded.parts.named_children():
+            state = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
+            if part == BACKBONE:
+                tensors = {hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
+                write_files(temporary, loaded.backbone.config, tensors, About(*loaded[1:]))
+            else:
+                save_tensors(state, temporary / part_file(part))
+
+
+def problems(split: Split, count: int, **settings: Any) -> list[Item]:
+    """The first sums of a split, given values of `[corpus]`."""
+    return list(itertools.islice(problems_of(CorpusConfig(**settings), split), count))

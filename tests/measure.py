@@ -82,8 +82,7 @@ def beside_a_step(code: CodeType) -> bool:
 
 
 def generate_walk(root: Path) -> list[Path]:
-    from freda.folders.model_folder import save_model
-    from tests.helpers import answering_model
+    from tests.helpers import answering_model, save_model
 
     save_model(root / "model", answering_model(["one two three four"] * 9, seed=0))
     command = ["generate", str(root / "model"), "one two", "--max-new-tokens", "8", "--device", "cpu"]

@@ -18,10 +18,9 @@ from freda.decode.generate import generate
 from freda.decode.plain import PlainModel
 from freda.decode.request import Pass, Request
 from freda.errors import FredaError
-from freda.folders.model_folder import load_model, save_model
-from freda.model.device import pick_dtype
-from freda.model.parts import Parts
-from tests.helpers import answering_model
+from freda.folders.model_folder import load_model
+from freda.model.parts import Parts, pick_dtype
+from tests.helpers import answering_model, save_model
 
 PROMPTS = ["Q: one and two?", "Ünïcödé and ünïcödé", "", "a longer prompt that says nothing at all, but goes on"]
 

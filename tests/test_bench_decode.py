@@ -18,11 +18,10 @@ from freda.decode import places
 from freda.decode.config import EngineConfig
 from freda.decode.generate import generate
 from freda.decode.request import Request
-from freda.folders.model_folder import save_model
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import answering_model, method, scored, tiny_model, use_ahead
+from tests.helpers import answering_model, method, save_model, scored, tiny_model, use_ahead
 
 pytestmark = pytest.mark.usefixtures("rates_once")
 SIZES = ["--batch", "3", "--context", "9", "--new-tokens", "8", "--device", "cpu"]

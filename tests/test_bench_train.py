@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from freda.bench.rates import about, copy_rate, matmul_rate
-from freda.bench.train import Load, RandomRows, _profile, bench_train, kind_of, make_run
+from freda.bench.train import Load, _profile, bench_train, kind_of, make_run
 from freda.cli import run
 from freda.data.loader import Batch
 from freda.errors import FredaError
@@ -19,7 +19,6 @@ from freda.methods.method import Method, Step, visible_pairs
 from freda.model.parts import Parts
 from freda.model.shapes import SHAPES
 from freda.train import loop
-from tests.helpers import method
 
 pytestmark = pytest.mark.usefixtures("rates_once")
 
@@ -54,8 +53,8 @@ def test_every_method_is_measured_with_the_passes_asked_for(name: str, monkeypat
         return inner(self, parts, batch, step)
 
     monkeypatch.setattr(METHODS[name], "loss", loss)
-    load = {"seq_len": 32, "rows": 2, "documents": 1, "passes": (4,), "method": name, "activations": 1.0}
-    found = bench_train("tiny", **load, compare=False, profile=False, device="cpu")  # type: ignore[arg-type]
+    load = Load("tiny", 32, rows=2, documents=1, passes=(4,), method=name, activations=1.0)
+    found = bench_train(load, compare=False, profile=False, device="cpu")
     (row,) = found["steps"]
     pieces = seen.count(1)
     assert row["passes"] == 4 and seen.count(4) >= 4 and set(seen) <= {1, 4}
@@ -65,16 +64,16 @@ def test_every_method_is_measured_with_the_passes_asked_for(name: str, monkeypat
 
 
 def test_random_rows_are_packed_documents() -> None:
-    load = Load(SHAPES["tiny"], 64, 2, 4, (1,), method(), 1.0)
-    batch = RandomRows(load, 500).batch(3, 2)
+    load = Load("tiny", 64, 2, 4, (1,), "self-refine", 1.0)
+    batch = load.batch(3, 2, blank=500)
     assert batch.document[0].tolist() == [d for d in range(4) for _ in range(16)]
     assert batch.position[1].tolist() == list(range(16)) * 4 and int(batch.tokens.max()) < 500
-    assert torch.equal(batch.tokens, RandomRows(load, 500).batch(3, 2).tokens)
-    assert not batch.one_document and RandomRows(replace(load, documents=1), 500).batch(3, 2).one_document
+    assert torch.equal(batch.tokens, load.batch(3, 2, blank=500).tokens)
+    assert not batch.one_document and replace(load, documents=1).batch(3, 2, blank=500).one_document
 
 
 def test_a_profile_is_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Load(SHAPES["tiny"], 64, 1, 1, (3,), method(passes=3), 1.0)
+    load = Load("tiny", 64, 1, 1, (3,), "self-refine", 1.0)
     seen, step = [], loop.take_step
     monkeypatch.setattr(loop, "take_step", lambda run, number: (seen.append(run.passes), step(run, number)))
     found = _profile(make_run(load, torch.device("cpu"), torch.float32))
@@ -108,6 +107,5 @@ def test_limits_are_measured() -> None:
 )
 def test_what_cannot_be_measured(arguments: dict[str, object], message: str) -> None:
     settings = {"seq_len": 64, "rows": 1, "documents": 2, "passes": (1,), "method": "self-refine", "activations": 1.0}
-    settings |= {"compare": False, "profile": False, "device": "cpu", "shape": "tiny"} | arguments
     with pytest.raises(FredaError, match=message):
-        bench_train(**settings)  # type: ignore[arg-type]
+        Load(**{"shape": "tiny", **settings, **arguments})  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import Tensor
 from freda.data.loader import Batch
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
-from freda.folders.model_folder import LoadedModel, load_model, save_model
+from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods.best_of_n import BestOfN, Slots, block_losses
 from freda.methods.candidates import choose
 from freda.methods.draft import Candidates, Search
@@ -23,7 +23,7 @@ from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.train import loop
-from tests.helpers import EOS, init_weights, method, packed_batch, scored_model, small_run
+from tests.helpers import EOS, init_weights, method, packed_batch, save_model, scored_model, small_run
 
 BEST = BestOfN(block_size=4, num_negatives=3)
 

@@ -23,11 +23,11 @@ from freda.decode.api import Model
 from freda.decode.chat import Chat, messages, talk
 from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.folders.model_folder import LoadedModel
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import method
+from tests.helpers import method, save_model
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"

@@ -23,8 +23,7 @@ from freda.errors import FredaError
 from freda.eval.evaluate import evaluate
 from freda.eval.report.results import read_samples
 from freda.eval.tasks import TASKS
-from freda.folders.model_folder import LoadedModel, load_model, save_model
-from freda.folders.resolve import ASSETS
+from freda.folders.model_folder import ASSETS, LoadedModel, load_model
 from freda.methods.autoregressive import Autoregressive
 from freda.methods.best_of_n import BestOfN
 from freda.methods.block_diffusion import BlockDiffusion
@@ -35,7 +34,7 @@ from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 from freda.train import config as configs
-from tests.helpers import init_weights
+from tests.helpers import init_weights, save_model
 
 PASSAGES = ["Q: Tom has 12 apples. He buys 7 more. How many apples?\nA: 12 + 7 = 19. The answer is 19."] * 3
 CORPUS = {  # of manifest.json

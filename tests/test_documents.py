@@ -227,13 +227,13 @@ def test_hugging_face_datasets(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("datasets", "zstandard", "pyarrow", "pyarrow.parquet"):
+    for package in ("datasets", "pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
     (tmp_path / "a.parquet").write_bytes(b"x")
     for kind, path, name in (
         ("huggingface", "x/y", "datasets"),
-        ("jsonl", "a.jsonl.zst", "zstandard"),
+        ("jsonl", "a.jsonl.zst", "pyarrow"),
         ("parquet", "a.parquet", "pyarrow"),
     ):
         with pytest.raises(FredaError, match=rf"'{name}'.*pip install 'freda\[data\]'"):

@@ -23,7 +23,7 @@ from types import ModuleType
 import pytest
 
 from freda.data.config import load_prepare
-from freda.data.generators import settings_in
+from freda.data.mini import settings_in
 from freda.data.shards import Manifest, SplitInfo
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError

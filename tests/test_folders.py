@@ -16,16 +16,15 @@ from freda.data import mini
 from freda.decode.chat import Chat, messages
 from freda.describe import describe
 from freda.errors import FredaError
-from freda.folders import resolve as folders
-from freda.folders.model_folder import load_model
-from freda.folders.resolve import model_path, packaged, resolve_model_folder
+from freda.folders import model_folder
+from freda.folders.model_folder import load_model, model_path, packaged, resolve_model_folder
 from tests.benchmarks import resize
 from tests.helpers import EASY, write_stand_in
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(folders, "ASSETS", tmp_path / "assets")
+    monkeypatch.setattr(model_folder, "ASSETS", tmp_path / "assets")
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -83,7 +82,7 @@ def test_without_packaged_models_all_else_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_stand_in(tmp_path / "elsewhere")
-    monkeypatch.setattr(folders, "ASSETS", tmp_path / "nothing")
+    monkeypatch.setattr(model_folder, "ASSETS", tmp_path / "nothing")
     assert packaged() == [] and resolve_model_folder(folder) == folder
     with pytest.raises(FredaError, match=r"there is no model mini; .* bundled model \(none"):
         freda.load("mini")
@@ -119,7 +118,7 @@ def test_the_demo_begins_with_the_packaged_model(
 
 def test_packaged_models_are_small_enough_to_ship() -> None:
     for name in packaged():
-        size = sum(path.stat().st_size for path in (folders.ASSETS / name).rglob("*") if path.is_file())
+        size = sum(path.stat().st_size for path in (model_folder.ASSETS / name).rglob("*") if path.is_file())
         assert size <= 25_000_000, f"{name} has {size:,} bytes"
 
 
@@ -127,7 +126,7 @@ def test_packaged_models_are_small_enough_to_ship() -> None:
 
 
 def test_the_shipped_model_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    files = {path.name for path in (folders.ASSETS / "mini").rglob("*") if path.is_file()}
+    files = {path.name for path in (model_folder.ASSETS / "mini").rglob("*") if path.is_file()}
     assert {"README.md", "model.safetensors", "scorer.safetensors", "tokenizer.json", "manifest.json"} <= files
     assert run(["inspect", "mini"]) == 0
     assert "a scorer among them, stored as int8" in capsys.readouterr().out
@@ -136,7 +135,7 @@ def test_the_shipped_model_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_shipped_model_says_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (folders.ASSETS.parent.parent / "README.md").read_text(encoding="utf-8")
+    page = (model_folder.ASSETS.parent.parent / "README.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\$ freda (generate mini .+)\n(A: .+)$", page, re.M)
     assert len(shown) == 2 and len({answer for _, answer in shown}) == 2, "one pass, then several, which repair it"
     for command, answer in shown:

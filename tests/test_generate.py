@@ -12,8 +12,7 @@ from freda.decode.request import Output, Pass, Request
 from freda.errors import FredaError
 from freda.methods.draft import soft_embedding
 from freda.methods.self_refine import SelfRefine
-from freda.model.attention import make_mask
-from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 from tests.helpers import BLANK, EOS, method, tiny_model

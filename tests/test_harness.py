@@ -26,13 +26,13 @@ from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
 from freda.eval.report.results import read_samples
 from freda.eval.tasks import TASKS
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.folders.model_folder import LoadedModel
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 from tests.benchmarks import write_lines, written
 from tests.harness_tasks import ask
-from tests.helpers import method
+from tests.helpers import method, save_model
 
 pytest.importorskip("lm_eval")
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freda.model import masks
-from freda.model.attention import make_mask
-from freda.model.masks import CLEAN, DRAFT, Tokens
+from freda.model import attention
+from freda.model.attention import CLEAN, DRAFT, Tokens, make_mask
 from tests.helpers import packed_batch
 
 
@@ -34,19 +33,19 @@ def test_dense_mask_is_the_rule(queries: list[tuple[int, ...]], keys: list[tuple
     query = Tokens(*torch.tensor(queries, dtype=torch.int32).T[:, None])
     key = Tokens(*torch.tensor(keys, dtype=torch.int32).T[:, None])
     expected = [[brute_force(q, k) for k in keys] for q in queries]  # type: ignore[arg-type]
-    assert masks.dense(query, key)[0].tolist() == expected
+    assert attention.dense(query, key)[0].tolist() == expected
 
 
 def dual_stream() -> Tokens:
     batch = packed_batch([[8, 12, 4], [16, 8], [12]])
-    clean = masks.clean_tokens(batch.document, batch.position, 4)
-    return masks.concat(masks.draft_tokens(batch.document, batch.position, 4), clean)
+    clean = attention.clean_tokens(batch.document, batch.position, 4)
+    return attention.concat(attention.draft_tokens(batch.document, batch.position, 4), clean)
 
 
 def test_every_row_sees_itself() -> None:
     """No query, padding included, is left without a key: softmax over nothing would be NaN."""
     tokens = dual_stream()
-    assert torch.diagonal(masks.dense(tokens, tokens), dim1=1, dim2=2).all()
+    assert torch.diagonal(attention.dense(tokens, tokens), dim1=1, dim2=2).all()
 
 
 def test_flex_mask_equals_dense_mask() -> None:
@@ -55,20 +54,20 @@ def test_flex_mask_equals_dense_mask() -> None:
     rows, length = tokens.document.shape
     row, q, k = torch.meshgrid(torch.arange(rows), torch.arange(length), torch.arange(length), indexing="ij")
     assert not isinstance(flex, torch.Tensor)
-    assert torch.equal(flex.mask_mod(row, torch.tensor(0), q, k), masks.dense(tokens, tokens))
+    assert torch.equal(flex.mask_mod(row, torch.tensor(0), q, k), attention.dense(tokens, tokens))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_one_document_clean_mask_is_block_causal(size: int) -> None:
     position = torch.arange(8)[None]
-    tokens = masks.clean_tokens(torch.zeros_like(position), position, size)
+    tokens = attention.clean_tokens(torch.zeros_like(position), position, size)
     block = torch.arange(8) // size
-    assert torch.equal(masks.dense(tokens, tokens)[0], block[:, None] >= block[None, :])
+    assert torch.equal(attention.dense(tokens, tokens)[0], block[:, None] >= block[None, :])
 
 
 def test_candidates_do_not_see_each_other() -> None:
     position = torch.arange(4).repeat(3)[None]
     candidate = torch.arange(3).repeat_interleave(4)[None]
-    tokens = masks.draft_tokens(torch.zeros_like(position), position, 4, candidate)
-    assert torch.equal(masks.dense(tokens, tokens)[0], torch.block_diag(*[torch.ones(4, 4)] * 3).bool())
+    tokens = attention.draft_tokens(torch.zeros_like(position), position, 4, candidate)
+    assert torch.equal(attention.dense(tokens, tokens)[0], torch.block_diag(*[torch.ones(4, 4)] * 3).bool())
     assert (tokens.stream == DRAFT).all()

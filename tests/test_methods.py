@@ -20,9 +20,8 @@ from freda.methods.block_diffusion import BlockDiffusion
 from freda.methods.draft import clean_half, draft_logits, label_loss, soft_embedding
 from freda.methods.method import Step
 from freda.methods.self_refine import SelfRefine, sampled
-from freda.model.attention import make_mask
+from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
 from freda.model.head import Logits
-from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 from tests.helpers import BLANK, EOS, method, packed_batch

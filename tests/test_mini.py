@@ -18,7 +18,7 @@ import pytest
 from freda.data import mini, mini_code, mini_math
 from freda.data.config import DocumentsConfig, MiniConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.documents import Document, Source, read
-from freda.data.generators import GENERATORS
+from freda.data.mini import GENERATORS
 from freda.data.mini_logic import World
 from freda.data.mini_math import Calculation, Step
 from freda.data.prepare import prepare

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freda.data.pack import Plan, plan
+from freda.data.loader import Plan, plan
 from freda.errors import FredaError
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from freda.decode.pages import PIECE_TILE, BlockTable, ForwardShape, Pages, Pieces
 from freda.decode.plain import PlainModel
-from freda.folders import quantize
+from freda.folders import tensors
 from freda.methods.draft import Prediction, Sampling, predict
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
@@ -145,7 +145,7 @@ def compare(
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.dim() > 1 and "embed" not in name:
-                    weight.copy_(quantize.unpacked(quantize.packed({"weight": weight}), dtype)["weight"])
+                    weight.copy_(tensors.unpacked(tensors.packed({"weight": weight}), dtype)["weight"])
     generator = torch.Generator().manual_seed(number)
     width = 16
     storage = two_storages(model, shape.rows * width, generator)

@@ -15,8 +15,8 @@ import torch
 from freda.cli import run
 from freda.errors import FredaError
 from freda.methods.method import counted, visible_pairs
+from freda.model.attention import clean_tokens, concat, dense, draft_tokens
 from freda.model.config import all_parameters, head_parameters, layer_parameters
-from freda.model.masks import clean_tokens, concat, dense, draft_tokens
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.shapes import SHAPES

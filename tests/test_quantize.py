@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from freda.cli import run
 from freda.data.tokenizer import train_tokenizer
 from freda.errors import FredaError
-from freda.folders.model_folder import SCORER_FILE, LoadedModel, load_model, save_model
-from freda.folders.quantize import SCALE, packed, unpacked
+from freda.folders.model_folder import SCORER_FILE, LoadedModel, load_model
+from freda.folders.tensors import SCALE, packed, unpacked
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
-from tests.helpers import init_weights, method
+from tests.helpers import init_weights, method, save_model
 
 
 def test_weights_are_off_by_half_a_step_at_most() -> None:

@@ -15,7 +15,6 @@ import torch
 from freda.cli import run
 from freda.data.config import CorpusConfig
 from freda.data.shards import Manifest
-from freda.data.synthetic import problems
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError
@@ -27,10 +26,10 @@ from freda.eval.tasks import TASKS, mathematics
 from freda.eval.tasks.multiple_choice import GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows
 from freda.files import locked
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.folders.model_folder import LoadedModel
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import answering_model
+from tests.helpers import answering_model, problems, save_model
 
 SUMS = TASKS["sums"]
 SHORT = DecodeConfig(max_new_tokens=9, passes=2, threshold=0.3)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freda.model.attention import make_mask
-from freda.model.masks import clean_tokens
+from freda.model.attention import clean_tokens, make_mask
 from freda.model.scorer import Scorer
 from tests.helpers import init_weights, tiny_model
 

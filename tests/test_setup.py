@@ -23,8 +23,8 @@ from freda.data.prepare import prepare_corpus
 from freda.data.tokenizer import Tokenizer
 from freda.errors import AgreedError, FredaError
 from freda.folders.convert import convert
-from freda.folders.model_folder import SCORER_FILE, LoadedModel, load_model, save_model
-from freda.folders.quantize import SCALE
+from freda.folders.model_folder import SCORER_FILE, LoadedModel, load_model
+from freda.folders.tensors import SCALE
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
@@ -33,7 +33,7 @@ from freda.train import loop
 from freda.train import setup as starting
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.helpers import init_weights, method, run_ranks
+from tests.helpers import init_weights, method, run_ranks, save_model
 
 # Many small weights, so that holding one whole is far from holding all; biases; a head of its own.
 SHAPE = ModelConfig(

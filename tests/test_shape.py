@@ -36,13 +36,12 @@ ROOMS = {"eval": ("report", "tasks"), "model": ("kernels",)}
 MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_NESTING = 450, 60, 6, 3
 
 # What is above a limit today. Numbers and lists may only get smaller; a test says which entries are to be deleted.
-MOST_PACKAGE_LINES = 18_350
+MOST_PACKAGE_LINES = 17_926
 MOST_METHOD_BRANCHES = 0
 MANY_PARAMETERS = {
     "cli/bench.py:bench_decode": 14,
     "cli/bench.py:bench_train": 11,
     "bench/decode.py:bench_decode": 7,
-    "bench/train.py:bench_train": 10,
     "cli/decode.py:chat": 9,
     "cli/evaluate.py:evaluate_": 14,
     "cli/decode.py:generate": 11,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from freda.methods.draft import _is_staircase, clean_mask, draft_mask
 from freda.methods.method import Step
-from freda.model import masks, staircase
-from freda.model.attention import Pair, attend, pick_backend
-from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model import staircase
+from freda.model.attention import Pair, attend, clean_tokens, concat, draft_tokens, pick_backend
+from freda.model.attention import dense as dense_mask
 from freda.model.parts import Parts
 from freda.model.staircase import Staircase, fits
 from tests.helpers import method, packed_batch, tiny_model
@@ -40,7 +40,7 @@ def both(
     place = torch.arange(length, device=device).expand(2, -1)
     clean = clean_tokens(torch.zeros_like(place), place, block)
     mine = draft_tokens(torch.zeros_like(place), place, block)
-    dense = masks.dense(mine, concat(clean, mine)) if draft else masks.dense(clean, clean)
+    dense = dense_mask(mine, concat(clean, mine)) if draft else dense_mask(clean, clean)
     found = []
     for mask, dtype in ((Staircase(block, draft), q.dtype), (dense[:, None], torch.float32)):
         given = [part.to(dtype).requires_grad_(True) for part in (q, keys, values, own_keys, own_values)]

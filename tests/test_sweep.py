@@ -15,7 +15,6 @@ import torch
 from freda.cli import run
 from freda.data.config import CorpusConfig
 from freda.data.shards import Manifest
-from freda.data.synthetic import problems
 from freda.errors import FredaError
 from freda.eval import config as configs
 from freda.eval import sweep as sweeps
@@ -26,9 +25,9 @@ from freda.eval.sweep import run_sweep
 from freda.eval.tasks import TASKS
 from freda.eval.tasks.task import Example, checksum
 from freda.eval.teacher_forcing import solution_batch, stability
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.folders.model_folder import LoadedModel
 from freda.model.scorer import Scorer
-from tests.helpers import answering_model, init_weights
+from tests.helpers import answering_model, init_weights, problems, save_model
 
 SYSTEM = SystemConfig(models=("x",))
 OWN = Setting(4, 0.9, 4, 0.1)

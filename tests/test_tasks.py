@@ -12,9 +12,8 @@ import pytest
 
 from freda.cli import run
 from freda.data.config import CorpusConfig, MiniConfig
-from freda.data.generators import GENERATORS
+from freda.data.mini import GENERATORS
 from freda.data.shards import Manifest
-from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
@@ -25,10 +24,10 @@ from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, mathematics
 from freda.eval.tasks.multiple_choice import CHOICES, GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
-from freda.folders.model_folder import LoadedModel, save_model
+from freda.folders.model_folder import LoadedModel
 from tests.benchmarks import resize
 from tests.graders import die_of_seven, hang_on_seven
-from tests.helpers import answering_model
+from tests.helpers import answering_model, problems, save_model
 
 QUESTIONS = [
     {"question": "Ben has 3 boats and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7 boats.\n#### 7"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freda.data.synthetic import problems
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.generate import Request, generate
 from freda.eval.teacher_forcing import solution_batch, token_accuracy
@@ -13,7 +12,7 @@ from freda.folders.model_folder import LoadedModel
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import method
+from tests.helpers import method, problems
 
 TEST = problems("test", 12, steps=1, max_number=30, seed=0)
 

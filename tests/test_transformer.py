@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.model import masks
-from freda.model.attention import make_mask
+from freda.model import attention
+from freda.model.attention import Tokens, make_mask
 from freda.model.config import ModelConfig
-from freda.model.masks import Tokens
 from freda.model.transformer import KeysValues, Transformer
 from tests.helpers import init_weights
 
@@ -46,20 +45,20 @@ def run(model: Transformer, ids: Tensor, position: Tensor, tokens: Tokens, backe
 def test_flex_and_sdpa_agree(model: Transformer) -> None:
     document, position = positions(13, 7, -4)
     candidate = (torch.arange(24) % 2)[None]
-    tokens = masks.concat(
-        masks.draft_tokens(document, position, 4, candidate), masks.clean_tokens(document, position, 4)
+    tokens = attention.concat(
+        attention.draft_tokens(document, position, 4, candidate), attention.clean_tokens(document, position, 4)
     )
     ids, twice = random_ids(48), position.repeat(1, 2)
     dense, flex = (run(model, ids, twice, tokens, backend) for backend in ("sdpa", "flex"))
     assert (dense - flex).abs().max() < 1e-5
-    causal = masks.clean_tokens(document.repeat(1, 2), twice, 1)  # another mask gives another answer
+    causal = attention.clean_tokens(document.repeat(1, 2), twice, 1)  # another mask gives another answer
     assert (dense - run(model, ids, twice, causal)).abs().max() > 1e-2
 
 
 @torch.no_grad()
 def test_past_is_one_forward(model: Transformer) -> None:
     document, position = positions(12)
-    tokens, x = masks.clean_tokens(document, position, 4), model.embed_tokens(random_ids(12))
+    tokens, x = attention.clean_tokens(document, position, 4), model.embed_tokens(random_ids(12))
     whole, everything, _ = model(x, position, make_mask(tokens, tokens, "sdpa"))
     first, rest = Tokens(*(v[:, :8] for v in tokens)), Tokens(*(v[:, 8:] for v in tokens))
     _, past, _ = model(x[:, :8], position[:, :8], make_mask(first, first, "sdpa"))
@@ -73,8 +72,8 @@ def test_past_is_one_forward(model: Transformer) -> None:
 @torch.no_grad()
 def test_draft_over_the_clean_half_is_the_dual_stream_forward(model: Transformer) -> None:
     document, position = positions(8, 8)
-    draft, clean = masks.draft_tokens(document, position, 4), masks.clean_tokens(document, position, 4)
-    both = masks.concat(clean, draft)
+    draft, clean = attention.draft_tokens(document, position, 4), attention.clean_tokens(document, position, 4)
+    both = attention.concat(clean, draft)
     clean_ids, draft_ids = random_ids(16, 1), random_ids(16, 2)
     oracle = run(model, torch.cat([clean_ids, draft_ids], 1), position.repeat(1, 2), both)[:, 16:]
     past: list[KeysValues]
@@ -87,16 +86,16 @@ def test_draft_over_the_clean_half_is_the_dual_stream_forward(model: Transformer
 def test_packed_documents_are_strangers(model: Transformer) -> None:
     ids = random_ids(14)
     document, position = positions(6, 8)
-    packed = run(model, ids, position, masks.clean_tokens(document, position, 1))
+    packed = run(model, ids, position, attention.clean_tokens(document, position, 1))
     alone_document, alone_position = positions(8)
-    alone = run(model, ids[:, 6:], alone_position, masks.clean_tokens(alone_document, alone_position, 1))
+    alone = run(model, ids[:, 6:], alone_position, attention.clean_tokens(alone_document, alone_position, 1))
     assert (packed[:, 6:] - alone).abs().max() < 1e-5
 
 
 @torch.no_grad()
 def test_one_token_per_block_is_causal(model: Transformer) -> None:
     ids, (document, position) = random_ids(10), positions(10)
-    tokens = masks.clean_tokens(document, position, 1)
+    tokens = attention.clean_tokens(document, position, 1)
     changed = ids.clone()
     changed[0, 6] = (changed[0, 6] + 1) % BLANK
     difference = (run(model, ids, position, tokens) - run(model, changed, position, tokens)).abs().amax(-1)[0]

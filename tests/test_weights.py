@@ -18,8 +18,7 @@ from freda.errors import FredaError
 from freda.files import PART, beside, written_beside
 from freda.folders.convert import convert
 from freda.folders.hugging_face import EMBEDDING, HEAD
-from freda.folders.model_folder import load_model, save_model
-from freda.folders.resolve import resolve_model_folder
+from freda.folders.model_folder import load_model, resolve_model_folder
 from tests.helpers import (
     LLAMA3,
     METHOD,
@@ -31,6 +30,7 @@ from tests.helpers import (
     edit_tensors,
     own_logits,
     own_model,
+    save_model,
     some_ids,
     write_hf,
 )

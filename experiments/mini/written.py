@@ -17,7 +17,7 @@ import freda
 from freda.eval.report.points import NEVER
 from freda.eval.tasks import TASKS
 from freda.eval.tasks.task import Example
-from freda.folders.resolve import ASSETS
+from freda.folders.model_folder import ASSETS
 
 WALKS, PASSES = 400, (1, 2, 4)
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import resource
 import tempfile
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from freda.data.config import DecontaminateConfig, DocumentsConfig, PrepareConfig, PrepareFile, SourceConfig
+from freda.data.config import DocumentsConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.decontaminate import Index
-from freda.data.documents import Document, Source, is_unicode, read, sources_of
+from freda.data.documents import first_texts, sources_of
 from freda.data.encode import Encoder, make_encoder
 from freda.data.prepare import named_tokenizer
 from freda.data.tasks import WORK, Task, Worker, benchmark_texts
@@ -35,7 +37,7 @@ def bench_data(file: PrepareFile, root: Path, megabytes: float) -> dict[str, Any
     require(bool(file.prepare.tokenizer), "prepare.tokenizer is empty; name the tokenizer to measure with")
     require(bool(file.source), "the config names no source; give one with [source.NAME] sections")
     os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library would take all cores
-    texts = _texts(list(sources_of(file, file.source, root).values()), megabytes)
+    texts = list(first_texts(list(sources_of(file, file.source, root).values()), None, megabytes * 1e6))
     tokenizer = named_tokenizer(file.prepare, root)
     encoder = make_encoder(tokenizer, texts[:100])
     library = tokenizers.Tokenizer.from_str(tokenizer.json_text)
@@ -58,21 +60,6 @@ def bench_data(file: PrepareFile, root: Path, megabytes: float) -> dict[str, Any
     return {"documents": len(texts), "megabytes": size, "tokens": tokens, "reference": rows[0]["what"], "rows": rows}
 
 
-def _texts(sources: Sequence[Source], megabytes: float) -> list[str]:
-    """Documents of all sources in turn, until there is enough."""
-    streams = [read(source) for source in sources]
-    texts, size = list[str](), 0
-    while streams and size < megabytes * 1e6:
-        for stream in list(streams):
-            record = next(stream, None)
-            if record is None:
-                streams.remove(stream)
-            elif isinstance(record, Document) and record.text.strip() and is_unicode(record.text):
-                texts.append(record.text)
-                size += len(record.text.encode("utf-8", "replace"))
-    return texts
-
-
 def _amount(encoder: Encoder, texts: Sequence[str]) -> tuple[int, float]:
     """How many tokens and megabytes some texts have."""
     return sum(len(encoder.encode(text)) for text in texts), sum(len(text.encode()) for text in texts) / 1e6
@@ -84,22 +71,18 @@ def _best(run: Callable[[], object]) -> float:
 
 def _end_to_end(file: PrepareFile, root: Path, texts: Sequence[str], encoder: Encoder) -> list[dict[str, Any]]:
     """Whole runs of `prepare`, with and without decontamination, and on a tenth of the text for its memory."""
-    rows = []
+    rows, none = [], dict[str, DocumentsConfig]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runs: list[tuple[str, Sequence[str], Mapping[str, DocumentsConfig]]]
-        runs = [("end to end, a tenth", texts[::10], {}), ("end to end", texts, {})]
-        runs += [("end to end, decontaminated", texts, file.benchmark)] if file.benchmark else []
+        runs = [("end to end, a tenth", texts[::10], none), ("end to end", texts, none)]
+        runs += [("end to end, decontaminated", texts, {**file.benchmark})] if file.benchmark else []
         for title, some, benchmarks in runs:
             lines = (json.dumps({"text": text}) for text in some)
             (folder / "texts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
             tokenizer = str((root / file.prepare.tokenizer).absolute())
-            own = PrepareFile(
-                prepare=PrepareConfig(tokenizer=tokenizer, eos=file.prepare.eos, parts=1),
-                source={"texts": SourceConfig(path=str(folder / "texts.jsonl"))},
-                benchmark=benchmarks,
-                decontaminate=file.decontaminate if benchmarks else DecontaminateConfig(),
-            )
+            prepare = PrepareConfig(tokenizer=tokenizer, eos=file.prepare.eos, parts=1)
+            source = {"texts": SourceConfig(path=str(folder / "texts.jsonl"))}
+            own = replace(file, prepare=prepare, source=source, benchmark=benchmarks)
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 seconds, memory = pool.submit(_run_task, own, root, folder / title.replace(" ", "-")).result()
             rows.append({**_row(title, seconds, *_amount(encoder, some)), "peak_memory_mb": memory})
@@ -117,10 +100,8 @@ def _run_task(file: PrepareFile, root: Path, out: Path) -> tuple[float, float]:
 def _peak_memory() -> float:
     """Peak memory of this process in MB. A child inherits ru_maxrss on Linux, so that is the last resort."""
     status = Path("/proc/self/status")
-    if status.is_file():
-        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(peak.split()[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None
+    return (int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 1024
 
 
 def _row(what: str, seconds: float, tokens: int, megabytes: float) -> dict[str, Any]:
@@ -130,14 +111,10 @@ def _row(what: str, seconds: float, tokens: int, megabytes: float) -> dict[str, 
 
 def table_lines(found: dict[str, Any]) -> list[str]:
     """The measurements as text."""
-    lines = [
-        f"{found['megabytes']:.1f} MB of text, {found['documents']:,} documents, {found['tokens']:,} tokens; one core",
-        f"{'':<30} {'Mtokens/s':>10} {'MB/s':>8} {'ratio':>7} {'memory':>9}",
-    ]
+    lines = ["{megabytes:.1f} MB of text, {documents:,} documents, {tokens:,} tokens; one core".format(**found)]
+    lines.append(f"{'':<30} {'Mtokens/s':>10} {'MB/s':>8} {'ratio':>7} {'memory':>9}")
     for row in found["rows"]:
         memory = f"{row['peak_memory_mb']:.0f} MB" if "peak_memory_mb" in row else ""
-        lines.append(
-            f"{row['what']:<30} {row['tokens_per_second'] / 1e6:>10.2f} {row['megabytes_per_second']:>8.1f} "
-            f"{row['ratio']:>7.2f} {memory:>9}"
-        )
+        speed = f"{row['tokens_per_second'] / 1e6:>10.2f} {row['megabytes_per_second']:>8.1f}"
+        lines.append(f"{row['what']:<30} {speed} {row['ratio']:>7.2f} {memory:>9}")
     return lines

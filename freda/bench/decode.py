@@ -29,8 +29,7 @@ from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import METHODS, method_named
 from freda.methods.method import Method
 from freda.model.config import ModelConfig, layer_parameters
-from freda.model.device import pick_device, pick_dtype
-from freda.model.parts import Parts
+from freda.model.parts import Parts, pick_device, pick_dtype
 from freda.model.shapes import QWEN3_BLANK, SHAPES
 from freda.model.transformer import Transformer, rotary_frequencies
 

@@ -67,13 +67,10 @@ def timed_generate(theirs: Any, prompts: Sequence[Sequence[int]], new_tokens: in
             marks.append(now(ids.device))
         return goes_on
 
-    begun = now(ids.device)
-    made = theirs.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        generation_config=transformers.GenerationConfig(max_new_tokens=new_tokens, do_sample=False, use_cache=True),
-        stopping_criteria=transformers.StoppingCriteriaList([first_token]),
-    )
+    greedy = transformers.GenerationConfig(max_new_tokens=new_tokens, do_sample=False, use_cache=True)
+    criteria = transformers.StoppingCriteriaList([first_token])
+    begun, every = now(ids.device), torch.ones_like(ids)
+    made = theirs.generate(ids, attention_mask=every, generation_config=greedy, stopping_criteria=criteria)
     ended = now(ids.device)
     tokens: list[list[int]] = made[:, ids.shape[1] :].tolist()
     assert all(len(text) == new_tokens for text in tokens), f"generate made {len(tokens[0])} of {new_tokens} tokens"

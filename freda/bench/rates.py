@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -13,19 +14,16 @@ def seconds(function: Callable[[], object], device: torch.device, *, repeats: in
     """The median time of a call; the device's own clock on CUDA."""
     for _ in range(warm_up):
         function()
+    if device.type != "cuda":
+        return statistics.median(timeit.repeat(function, number=1, repeat=repeats))
     times: list[float] = []
     for _ in range(repeats):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            function()
-            end.record()
-            torch.cuda.synchronize(device)
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            begun = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - begun)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
 
 
@@ -66,13 +64,10 @@ def kernel_times(call: Callable[[], object], device: torch.device) -> dict[str, 
         call()
         if cuda:
             torch.cuda.synchronize()
-    return {
-        row.key: ((row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e3, row.count)
-        for row in seen.key_averages()
-    }
+    total = "self_device_time_total" if cuda else "self_cpu_time_total"
+    return {row.key: (getattr(row, total) / 1e3, row.count) for row in seen.key_averages()}
 
 
 def longest_first(spent: dict[str, tuple[float, int]], most: int) -> list[tuple[str, float, int]]:
     """The kernels of `kernel_times` that took longest, as (name, milliseconds, calls)."""
-    ranked = sorted(spent.items(), key=lambda item: -item[1][0])[:most]
-    return [(name, *numbers) for name, numbers in ranked]
+    return sorted(((name, ms, calls) for name, (ms, calls) in spent.items()), key=lambda row: -row[1])[:most]

@@ -7,12 +7,15 @@ forward. The steps are those of `freda train`, with data that needs no files; `-
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from freda.bench.decode import random_parts
@@ -20,15 +23,13 @@ from freda.bench.rates import about, kernel_times, longest_first, matmul_rate, s
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, note, require
-from freda.folders.hugging_face import DTYPES
 from freda.methods.draft import CleanHalf, clean_half, clean_mask, draft_mask
 from freda.methods.method import Method, Step, visible_pairs
 from freda.methods.self_refine import Refining
 from freda.model import head
 from freda.model.attention import Backend, attend, pick_backend
 from freda.model.config import ModelConfig
-from freda.model.device import pick_device
-from freda.model.parts import Parts
+from freda.model.parts import Parts, pick_device
 from freda.model.shapes import SHAPES
 from freda.model.transformer import Transformer
 from freda.train import loop
@@ -44,71 +45,55 @@ NOTHING = cast(Tokenizer, None)  # a bench writes no model
 class Load:
     """The steps to be measured."""
 
-    shape: ModelConfig
+    shape: str
     seq_len: int
     rows: int
     documents: int  # per row, of equal length
     passes: Sequence[int]
-    method: Method
+    method: str
     activations: float
 
+    def __post_init__(self) -> None:
+        require(self.shape in SHAPES, f"there is no shape {self.shape!r}; use one of {', '.join(SHAPES)}")
+        whole = self.seq_len % (self.rule.block_size * self.documents) == 0
+        require(whole, f"{self.documents} documents of whole blocks do not fill {self.seq_len} tokens")
+
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of the documents of a row."""
-        return [self.seq_len // self.documents] * self.documents
+    def config(self) -> ModelConfig:
+        """The shape of the model."""
+        return SHAPES[self.shape]
 
+    @property
+    def rule(self) -> Method:
+        """The method with its default settings."""
+        return Method.variant({"name": self.method})[0]()
 
-class RandomRows:
-    """Packed rows of random tokens, in place of a `Loader`."""
-
-    def __init__(self, load: Load, blank: int) -> None:
-        self.load, self.blank = load, blank
-
-    def batch(self, first: int, count: int) -> Batch:
-        """Rows `first` to `first + count`, always the same."""
-        shape, length = (count, self.load.seq_len), self.load.lengths[0]
-        tokens = torch.randint(0, self.blank, shape, generator=torch.Generator().manual_seed(first))
-        place = torch.arange(self.load.seq_len, dtype=torch.int32).expand(shape)
+    def batch(self, first: int, count: int, *, blank: int) -> Batch:
+        """Packed rows of random tokens, in place of a `Loader`'s; those of a number are always the same."""
+        shape, length = (count, self.seq_len), self.seq_len // self.documents
+        tokens = torch.randint(0, blank, shape, generator=torch.Generator().manual_seed(first))
+        place = torch.arange(self.seq_len, dtype=torch.int32).expand(shape)
         none = torch.zeros(shape, dtype=torch.bool)
-        return Batch(tokens, place // length, place % length, none, one_document=self.load.documents == 1)
+        return Batch(tokens, place // length, place % length, none, one_document=self.documents == 1)
 
 
-def bench_train(
-    shape: str,
-    *,
-    seq_len: int,
-    rows: int,
-    documents: int,
-    passes: Sequence[int],
-    method: str,
-    activations: float,
-    compare: bool,
-    profile: bool,
-    device: str,
-) -> dict[str, Any]:
+def bench_train(load: Load, *, compare: bool, profile: bool, device: str) -> dict[str, Any]:
     """Measure everything; returns what the table shows."""
-    require(shape in SHAPES, f"there is no shape {shape!r}; use one of {', '.join(SHAPES)}")
-    rule = Method.variant({"name": method})[0]()
-    whole = seq_len % (rule.block_size * documents) == 0
-    require(whole, f"{documents} documents of whole blocks do not fill {seq_len} tokens")
-    place, load = pick_device(device), Load(SHAPES[shape], seq_len, rows, documents, passes, rule, activations)
+    place = pick_device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     rate = matmul_rate(place, dtype)
     note(f"matmul rate {rate / 1e12:.1f} TFLOP/s")
     run = make_run(load, place, dtype)
-    table = [_step_row(run, load, t, rate) for t in passes]
-    peak = torch.cuda.max_memory_allocated(place) / 1e9 if place.type == "cuda" else None
-    pieces = list(_pieces(run, cast(Refining, rule))) if rule.refines else []
+    table = [_step_row(run, load, passes, rate) for passes in load.passes]
     found: dict[str, Any] = {
         **about(place),
-        **{"shape": shape, "rows": rows, "seq_len": seq_len, "documents": documents, "method": method},
+        **asdict(load),
         "dtype": str(dtype).removeprefix("torch."),
-        "activations": activations,
         "matmul_tflops": rate / 1e12,
-        "peak_gb": peak,
+        "peak_gb": torch.cuda.max_memory_allocated(place) / 1e9 if place.type == "cuda" else None,
         "steps": table,
         "mean_share": statistics.fmean(row["share"] for row in table),
-        "parts": pieces,
+        "parts": list(_pieces(run, cast(Refining, load.rule))) if load.rule.refines else [],
     }
     if profile:
         found["profile"] = _profile(run)
@@ -122,18 +107,15 @@ def make_run(
     load: Load, device: torch.device, dtype: torch.dtype, *, compiled: bool = True, backend: Backend | None = None
 ) -> Run:
     """A run as `freda train` would set it up, without files; only on a GPU are layers compiled."""
-    parts = random_parts(load.shape, load.method, device, torch.float32)
+    parts = random_parts(load.config, load.rule, device, torch.float32)
     parts.backbone.backend = backend or pick_backend("auto", device)
     if compiled and device.type == "cuda":
         compile_layers(parts.backbone, load.activations)
-    name = next(name for name, kind in DTYPES.items() if kind == dtype)
-    config = RunConfig(
-        model=load.shape,
-        data=DataConfig(seq_len=load.seq_len),
-        method=load.method,
-        train=TrainConfig(batch_rows=load.rows, group_rows=load.rows, dtype=name, lr=1e-6),  # type: ignore[arg-type]
-    )
-    rows = cast(Loader, RandomRows(load, parts.backbone.blank_id))
+    settings: dict[str, Any] = {"batch_rows": load.rows, "group_rows": load.rows, "lr": 1e-6}
+    train = TrainConfig(**settings, dtype=str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
+    config = RunConfig(model=load.config, data=DataConfig(seq_len=load.seq_len), method=load.rule, train=train)
+    batch = functools.partial(load.batch, blank=parts.backbone.blank_id)
+    rows = cast(Loader, SimpleNamespace(batch=batch))
     run = Run(config, parts, NOTHING, rows, rows, device, Root(parts))
     run.optimizer = make_optimizer(parts, config.train, fused=device.type == "cuda" and not run.updates_copies)
     return run
@@ -143,8 +125,9 @@ def _step_row(run: Run, load: Load, passes: int, rate: float) -> dict[str, Any]:
     """Whole optimizer steps, all with the same number of passes."""
     run.passes, numbers = passes, iter(range(10**6))
     time = seconds(lambda: loop.take_step(run, next(numbers)), run.device, warm_up=3)
-    tokens, pairs = load.rows * load.seq_len, load.rows * visible_pairs(load.lengths, load.method.block_size)
-    flops = load.method.flops(load.shape, tokens, pairs, passes)
+    tokens, lengths = load.rows * load.seq_len, [load.seq_len // load.documents] * load.documents
+    pairs = load.rows * visible_pairs(lengths, load.rule.block_size)
+    flops = load.rule.flops(load.config, tokens, pairs, passes)
     share = flops / time / rate
     note(f"step with {passes} passes: {1e3 * time:.1f} ms, {100 * share:.1f}% of the matmul rate")
     rates = {"tokens_per_s": tokens / time, "tflops": flops / 1e12, "share": share}
@@ -197,9 +180,9 @@ def _part(name: str, time: float) -> dict[str, Any]:
 def _optimizer_part(run: Run) -> dict[str, Any]:
     copies = run.root.copies if run.updates_copies else None
     learnt = [(copies or {}).get(weight, weight) for weight in run.parts.parameters() if weight.requires_grad]
-    for weight in learnt:
-        weight.grad = torch.full_like(weight, 1e-6)
-    gradients = [cast(Tensor, weight.grad) for weight in learnt]
+    gradients = [torch.full_like(weight, 1e-6) for weight in learnt]
+    for weight, gradient in zip(learnt, gradients, strict=True):
+        weight.grad = gradient
 
     def update() -> None:
         clip_and_update(run.optimizer, gradients, float(total_norm(gradients)), 1.0, copies)
@@ -211,24 +194,22 @@ def _optimizer_part(run: Run) -> dict[str, Any]:
 
 
 def _loss_alone(model: Transformer, batch: Batch) -> None:
-    generator = torch.Generator(batch.tokens.device).manual_seed(0)
-    shape = (*batch.tokens.shape, model.config.dim)
-    hidden = torch.randn(shape, device=batch.tokens.device, generator=generator).to(model.head_weight.dtype)
-    weights = torch.ones(batch.tokens.shape, device=batch.tokens.device)
-    model.head(hidden.requires_grad_(True)).cross_entropy(batch.tokens, weights).backward()  # type: ignore[no-untyped-call]
+    device, shape = batch.tokens.device, (*batch.tokens.shape, model.config.dim)
+    hidden = torch.randn(shape, device=device, dtype=model.head_weight.dtype, requires_grad=True)
+    weights = torch.ones(batch.tokens.shape, device=device)
+    model.head(hidden).cross_entropy(batch.tokens, weights).backward()  # type: ignore[no-untyped-call]
 
 
 def _attention(model: Transformer, batch: Batch, block: int, *, backward: bool) -> None:
     """Attention of both halves, as often as there are layers."""
     shape, device, dtype = model.config, batch.tokens.device, model.head_weight.dtype
     rows, length = batch.tokens.shape
-    q, *others = (
-        torch.randn(rows, length, heads, shape.head_dim, device=device, dtype=dtype)
-        .transpose(1, 2)
-        .requires_grad_(backward)
-        for heads in (shape.heads, *(shape.kv_heads,) * 4)
-    )
-    clean, own = (others[0], others[1]), (others[2], others[3])
+
+    def random(heads: int) -> Tensor:
+        made = torch.randn(rows, length, heads, shape.head_dim, device=device, dtype=dtype)
+        return made.transpose(1, 2).requires_grad_(backward)
+
+    q, clean, own = random(shape.heads), *((random(shape.kv_heads), random(shape.kv_heads)) for _ in range(2))
     halves = ((clean, None, clean_mask(model, batch, block)), (own, clean, draft_mask(model, batch, block)))
     for new, past, mask in halves * shape.layers:
         out = attend(q, new, past, mask)
@@ -289,7 +270,7 @@ def _full_logits() -> Iterator[None]:
     """Logits of all positions at once, their loss by autograd."""
 
     def plain(self: head.Logits, labels: Tensor, weights: Tensor) -> Tensor:
-        losses = torch.nn.functional.cross_entropy(self.all().flatten(0, -2), labels.flatten(), reduction="none")
+        losses = F.cross_entropy(self.all().flatten(0, -2), labels.flatten(), reduction="none")
         return (losses * weights.flatten()).sum()
 
     chunked, head.Logits.cross_entropy = head.Logits.cross_entropy, plain  # type: ignore[method-assign]
@@ -307,27 +288,25 @@ def table_lines(found: dict[str, Any]) -> list[str]:
     memory = "" if found["peak_gb"] is None else f", {found['peak_gb']:.0f} GB at the peak"
     lines = [
         f"{found['shape']}, {found['rows']} rows of {found['seq_len']}, {found['method']}, {found['dtype']}, "
-        f"{found['device']}: matmul {found['matmul_tflops']:.1f} TFLOP/s{memory}",
-        "",
-        "| step | ms | clean tokens/s | share of the matmul rate |",
-        "|---|---:|---:|---:|",
+        f"{found['device']}: matmul {found['matmul_tflops']:.1f} TFLOP/s{memory}"
     ]
-    lines += [_step_line(f"{row['passes']} passes", row) for row in found["steps"]]
-    lines.append(f"| mean | | | {100 * found['mean_share']:.1f}% |")
-    if found["parts"]:
-        lines += ["", "| part | ms |", "|---|---:|"]
-        lines += [f"| {part['part']} | {1e3 * part['seconds']:.1f} |" for part in found["parts"]]
-    if "profile" in found:
-        lines += ["", "| kernels of a step with 1 pass | ms |", "|---|---:|"]
-        lines += [f"| {kind} | {ms:.1f} |" for kind, ms in found["profile"]["kinds_ms"].items()]
-    if "compare" in found:
-        lines += ["", "| variant, 1 pass | ms | clean tokens/s | share of the matmul rate |", "|---|---:|---:|---:|"]
-        lines += [
-            f"| {row['variant']} | {row['error']} | | |" if "error" in row else _step_line(row["variant"], row)
-            for row in found["compare"]
-        ]
-    return lines
+    rates = ("ms", "clean tokens/s", "share of the matmul rate")
+    steps = [_step_cells(f"{row['passes']} passes", row) for row in found["steps"]]
+    lines += _table(("step", *rates), [*steps, ("mean", "", "", f"{100 * found['mean_share']:.1f}%")])
+    lines += _table(("part", "ms"), [(part["part"], f"{1e3 * part['seconds']:.1f}") for part in found["parts"]])
+    kinds = found.get("profile", {}).get("kinds_ms", {})
+    lines += _table(("kernels of a step with 1 pass", "ms"), [(kind, f"{ms:.1f}") for kind, ms in kinds.items()])
+    variants = [_step_cells(row["variant"], row) for row in found.get("compare", ())]
+    return lines + _table(("variant, 1 pass", *rates), variants)
 
 
-def _step_line(name: str, row: dict[str, Any]) -> str:
-    return f"| {name} | {1e3 * row['seconds']:.1f} | {row['tokens_per_s']:,.0f} | {100 * row['share']:.1f}% |"
+def _table(header: Sequence[str], rows: Sequence[Iterable[str]]) -> list[str]:
+    """The lines of a Markdown table, none if it has no rows."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return ["", lines[0], f"|---|{'---:|' * (len(header) - 1)}", *lines[1:]] if rows else []
+
+
+def _step_cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    if "error" in row:
+        return name, row["error"], "", ""
+    return name, f"{1e3 * row['seconds']:.1f}", f"{row['tokens_per_s']:,.0f}", f"{100 * row['share']:.1f}%"

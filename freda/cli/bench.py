@@ -58,12 +58,11 @@ def bench_train(
     out: Annotated[Path | None, Option(help="Also write all numbers here, as JSON.")] = None,
 ) -> None:
     """Optimizer steps with random weights: tokens per second, and the share of the matmul rate of the same run."""
+    from freda.bench.train import Load, table_lines
     from freda.bench.train import bench_train as measure
-    from freda.bench.train import table_lines
 
-    load = {"seq_len": seq_len, "rows": rows, "documents": documents, "passes": passes, "method": method}
-    more = {"compare": compare, "profile": profile}
-    found = measure(shape, **load, **more, activations=activations, device=device)  # type: ignore[arg-type]
+    load = Load(shape, seq_len, rows, documents, passes, method, activations)
+    found = measure(load, compare=compare, profile=profile, device=device)
     _report(found, table_lines(found), out)
 
 

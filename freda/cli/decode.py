@@ -66,7 +66,7 @@ def generate(
 
 
 def _is_model(path: Path) -> bool:
-    from freda.folders.resolve import resolve_model_folder
+    from freda.folders.model_folder import resolve_model_folder
 
     try:
         return resolve_model_folder(path).is_dir()

@@ -165,8 +165,7 @@ class _Item(NamedTuple):
 
     benchmark: str
     number: int
-    words: bytes  # joined by spaces
-    size: int  # how many words
+    words: list[bytes]
 
 
 class Index:
@@ -179,12 +178,9 @@ class Index:
             texts.setdefault(benchmark, []).append(split_words(text))
         self._items, self.benchmarks = list[_Item](), dict[str, BenchmarkInfo]()
         for name, own in texts.items():
-            long = [
-                _Item(name, number, b" ".join(w), len(w)) for number, w in enumerate(own) if len(w) >= limits.shortest
-            ]
+            long = [_Item(name, number, words) for number, words in enumerate(own) if len(words) >= limits.shortest]
             self._items += long
             self.benchmarks[name] = BenchmarkInfo(len(own), len(long), len(own) - len(long))
-        self._distinct: dict[int, int] = {}  # n-grams of an item, counted when it is first found
         if self._items:
             self._build()
 
@@ -197,7 +193,7 @@ class Index:
                 seen.add(gram)
                 for item in self._owners(gram, hash_):
                     found.setdefault(item, []).append(gram)
-        hits = [self._hit(item, found[item]) for item in sorted(found)]
+        hits = [self._hit(self._items[item], found[item]) for item in sorted(found)]
         return [hit for hit in hits if hit.share >= self._threshold]
 
     def _build(self) -> None:
@@ -206,12 +202,12 @@ class Index:
         A document is asked first where an n-gram may begin: one question for all lengths, about as many words as the
         shortest has, rounded down to a power of two so that doubling hashes them.
         """
-        counts = np.array([item.size for item in self._items])
+        counts = np.array([len(item.words) for item in self._items])
         lengths = np.minimum(counts, self._ngram)
         self._lengths = np.unique(lengths)
         self._beginning = 1 << int(self._lengths[0]).bit_length() - 1
         self._powers = np.array([pow(BASE, step, 1 << 64) for step in range(self._lengths[-1])], np.uint64)
-        words = _find_words(b" ".join(item.words for item in self._items))
+        words = _find_words(b" ".join(itertools.chain.from_iterable(item.words for item in self._items)))
         per_item = counts - lengths + 1
         item = np.repeat(np.arange(len(counts)), per_item)
         number = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)  # of the n-gram in its item
@@ -246,9 +242,7 @@ class Index:
         places = zip(self._item[here].tolist(), self._begin[here].tolist(), self._end[here].tolist(), strict=True)
         return {item for item, begin, end in places if self._text[begin:end] == gram}
 
-    def _hit(self, item: int, found: list[bytes]) -> Hit:
+    def _hit(self, item: _Item, found: list[bytes]) -> Hit:
         """An item and the distinct n-grams of it that were found."""
-        benchmark, number, words, size = self._items[item]
-        if item not in self._distinct:
-            self._distinct[item] = len(set(ngrams(words.split(), min(size, self._ngram))))
-        return Hit(benchmark, number, found[0].decode("ascii"), len(found) / self._distinct[item])
+        distinct = set(ngrams(item.words, min(len(item.words), self._ngram)))
+        return Hit(item.benchmark, item.number, found[0].decode("ascii"), len(found) / len(distinct))

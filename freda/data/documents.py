@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from freda.data.config import DocumentsConfig, GeneratorConfig, PrepareFile
 from freda.data.files import File, find, open_file
-from freda.data.generators import GENERATORS
-from freda.errors import FredaError, missing_package
+from freda.data.mini import GENERATORS
+from freda.errors import FredaError, optional, require
 
 MOST_ID = np.iinfo(np.int32).max  # larger ids, which no tokenizer has, become this one and are refused
 PATIENCE = 10_000  # records looked at to find a few texts: with a wrong field there is none in a terabyte
@@ -73,11 +73,8 @@ def sources_of(file: PrepareFile, tables: Mapping[str, DocumentsConfig], root: P
 
 
 def read(source: Source, *, part: int = 0, parts: int = 1, seed: int | None = None) -> Iterator[Record]:
-    """The records of one part.
-
-    With a `seed` files come in a random order, so that the beginning of a folder is a sample of it. Records keep
-    their order within a file.
-    """
+    """The records of one part. With a `seed` files come in a random order, so that the beginning of a folder is a
+    sample of it. Records keep their order within a file."""
     config = source.config
     if config.kind == "huggingface":
         return _hugging_face(config, part, parts)
@@ -88,15 +85,17 @@ def read(source: Source, *, part: int = 0, parts: int = 1, seed: int | None = No
     if seed is not None and not files[0].member:  # an archive is read from front to end: going back unpacks it again
         random.Random(seed).shuffle(files)
     chosen = files[part::parts] if len(files) >= parts else files
-    pending = itertools.chain.from_iterable(READERS[config.kind](file, config) for file in chosen)
+    select, reader = Field(config.field), READERS[config.kind]
+    pending = itertools.chain.from_iterable(reader(file, select) for file in chosen)
     return (parse() for parse in (pending if len(files) >= parts else itertools.islice(pending, part, None, parts)))
 
 
 def first_texts(
-    sources: Sequence[Source], most: int, characters: int, *, seed: int | None = None, held_out: bool = True
+    sources: Sequence[Source], most: int | None, characters: float, *, seed: int | None = None, held_out: bool = True
 ) -> Iterator[str]:
     """Texts of all sources in turn until there are `most` of them, or `characters` in all; few if most are unusable."""
-    streams = [itertools.islice(read(source, seed=seed), PATIENCE) for source in sources]
+    patience = None if most is None else PATIENCE
+    streams = [itertools.islice(read(source, seed=seed), patience) for source in sources]
     records = itertools.chain.from_iterable(itertools.zip_longest(*streams))
     documents = (record for record in records if isinstance(record, Document) and is_unicode(record.text))
     texts = (one.text for one in documents if one.text.strip() and (held_out or one.split != "validation"))
@@ -107,9 +106,7 @@ def first_texts(
             return
 
 
-def _json_lines(file: File, config: DocumentsConfig) -> Iterator[Pending]:
-    select = Field(config.field)
-
+def _json_lines(file: File, select: Field) -> Iterator[Pending]:
     def parse(number: int, line: bytes) -> Record:
         where = f"{file}:{number}"
         if len(line) > LONGEST_LINE:
@@ -135,12 +132,11 @@ def _json_lines(file: File, config: DocumentsConfig) -> Iterator[Pending]:
                 line = stream.readline(LONGEST_LINE + 1)
 
 
-def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
+def _table(file: File, select: Field) -> Iterator[Pending]:
     """Rows of CSV or TSV. A field that is a number means a column of a table without header."""
-    select = Field(config.field)
-    headed = not all(name.isdigit() for name in select.names)
-    tabs = ".tsv" in file.name
-    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {}  # in TSV " is a character
+    options: dict[str, Any] = {}
+    if ".tsv" in file.name:
+        options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}  # in TSV " is a character
 
     def parse(number: int, header: list[str] | None, row: list[str]) -> Record:
         where = f"{file}:{number}"
@@ -154,23 +150,18 @@ def _table(file: File, config: DocumentsConfig) -> Iterator[Pending]:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         csv.field_size_limit(LONGEST_LINE)
         rows = csv.reader(text, **options)
-        header = next(rows, None) if headed else None
+        header = None if all(name.isdigit() for name in select.names) else next(rows, None)
         try:
             for row in filter(None, rows):
                 yield functools.partial(parse, rows.line_num, header, row)
         except csv.Error as error:
-            seen = f"{file}:{rows.line_num} is not a line of a table ({error})"
-            raise FredaError(f"{seen}; fix it or exclude the file") from None
+            where = f"{file}:{rows.line_num}"
+            raise FredaError(f"{where} is not a line of a table ({error}); fix it or exclude the file") from None
 
 
-def _parquet(file: File, config: DocumentsConfig) -> Iterator[Pending]:
+def _parquet(file: File, select: Field) -> Iterator[Pending]:
     try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise missing_package("pyarrow", "data") from None
-    select = Field(config.field)
-    try:
-        table = parquet.ParquetFile(file.path)
+        table = optional("pyarrow.parquet", "data").ParquetFile(file.path)
         names, wanted = table.schema_arrow.names, {name.split(".")[0] for name in select.names}
         batches = table.iter_batches(batch_size=256, columns=sorted(wanted) if wanted <= {*names} else names)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -182,12 +173,10 @@ def _parquet(file: File, config: DocumentsConfig) -> Iterator[Pending]:
 
 def rows_of(file: File) -> int:
     """Rows of a Parquet file, according to its footer."""
-    import pyarrow.parquet as parquet
-
-    return int(parquet.ParquetFile(file.path).metadata.num_rows)
+    return int(optional("pyarrow.parquet", "data").ParquetFile(file.path).metadata.num_rows)
 
 
-def _whole_file(file: File, config: DocumentsConfig) -> Iterator[Pending]:
+def _whole_file(file: File, select: Field) -> Iterator[Pending]:
     def parse() -> Record:
         try:
             with open_file(file) as stream:
@@ -203,21 +192,19 @@ def _whole_file(file: File, config: DocumentsConfig) -> Iterator[Pending]:
     yield parse
 
 
-def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
+def _datatrove(file: File, select: Field) -> Iterator[Pending]:
     """Token files of datatrove: ids in `.ds`, document ends in `.ds.index`, the width of an id in `.ds.metadata`."""
     index, metadata = (file.path.with_name(file.path.name + suffix) for suffix in (".index", ".metadata"))
-    if not index.is_file():
-        raise FredaError(f"{file} has no {index.name} beside it; copy both")
+    require(index.is_file(), f"{file} has no {index.name} beside it; copy both")
     said = metadata.read_text(encoding="utf-8", errors="replace") if metadata.is_file() else ""
     width, size = 2 if said.split("\n")[0].rpartition("|")[2] == "2" else 4, file.path.stat().st_size
-    if size % width:
-        raise FredaError(f"{file} has {size} bytes, no multiple of {width}; copy it again")
+    require(size % width == 0, f"{file} has {size} bytes, no multiple of {width}; copy it again")
     ids = np.memmap(file.path, f"<u{width}", "r") if size else np.empty(0, f"<u{width}")
     ends = np.fromfile(index, "<u8").astype(np.int64)
-    if len(ends) and ends[-1] != len(ids):
-        raise FredaError(f"{file} has {len(ids)} tokens, its index ends at {ends[-1]}; copy both again")
-    if (np.diff(ends, prepend=0) <= 0).any():
-        raise FredaError(f"the ends of documents in {index} do not increase; copy both again")
+    last = int(ends[-1]) if len(ends) else len(ids)
+    require(last == len(ids), f"{file} has {len(ids)} tokens, its index ends at {last}; copy both again")
+    increase = bool((np.diff(ends, prepend=0) > 0).all())
+    require(increase, f"the ends of documents in {index} do not increase; copy both again")
 
     def parse(number: int) -> Record:
         begin = int(ends[number - 1]) if number else 0
@@ -229,19 +216,13 @@ def _datatrove(file: File, config: DocumentsConfig) -> Iterator[Pending]:
 
 
 READERS = {"jsonl": _json_lines, "table": _table, "parquet": _parquet, "datatrove": _datatrove}
-READERS |= dict.fromkeys(("text", "code"), _whole_file)
+READERS |= {"text": _whole_file, "code": _whole_file}
 
 
 def _hugging_face(config: DocumentsConfig, part: int, parts: int) -> Iterator[Record]:
-    """Stream a dataset of the Hugging Face Hub, or a folder that `datasets` can read.
-
-    Files are distributed over the parts. Where there are more parts than files, parts take turns with the examples.
-    """
-    try:
-        import datasets
-    except ImportError:
-        raise missing_package("datasets", "data") from None
-    select = Field(config.field)
+    """Stream a dataset of the Hugging Face Hub, or a folder that `datasets` can read. Files are distributed over the
+    parts. Where there are more parts than files, parts take turns with the examples."""
+    datasets, select = optional("datasets", "data"), Field(config.field)
     title = "/".join(name for name in (config.path, config.config, config.split) if name)
     try:
         options = {"split": config.split, "revision": config.revision or None, "streaming": True}
@@ -284,18 +265,15 @@ class Field:
             pieces = list(string.Formatter().parse(template))
         except ValueError as error:
             raise FredaError(f"field is {field!r}, which is not a template ({error}); write {{name}}") from None
-        if any(name == "" or spec or conversion for _, name, spec, conversion in pieces):
-            raise FredaError(f"field is {field!r}, but a template takes plain {{name}}s only")
-        self._pieces = [(literal, name) for literal, name, _, _ in pieces]
+        plain = not any(name == "" or spec or conversion for _, name, spec, conversion in pieces)
+        require(plain, f"field is {field!r}, but a template takes plain {{name}}s only")
+        self._pieces = [(literal, name or "") for literal, name, _, _ in pieces]
         self.names = [name for _, name in self._pieces if name]
 
     def __call__(self, where: str, values: Mapping[str, Any], size: int = 0) -> Record:
         """The document in `values`, or a `Broken` that says what is missing."""
-        text = []
-        for literal, name in self._pieces:
-            text.append(literal)
-            if not name:
-                continue
+        found = {"": ""}
+        for name in self.names:
             value: Any = values
             for key in name.split("."):
                 value = value.get(key) if isinstance(value, Mapping) else None
@@ -304,5 +282,5 @@ class Field:
             parts = value if isinstance(value, list | tuple) else [value]
             if not all(isinstance(part, str | int | float) for part in parts):
                 return Broken(where, f"field {name} is not text", f"it is {str(value)[:60]}")
-            text.append("\n".join(map(str, parts)))
-        return Document(where, "".join(text), size=size)
+            found[name] = "\n".join(map(str, parts))
+        return Document(where, "".join(literal + found[name] for literal, name in self._pieces), size=size)

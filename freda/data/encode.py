@@ -22,7 +22,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from freda.data.tokenizer import BLANK_TEXT, BYTES, Tokenizer
-from freda.errors import missing_package
+from freda.errors import FredaError, optional, require
 
 NFC = tokenizers.normalizers.NFC()
 # What ByteLevel(use_regex=True) splits by, from the library's source.
@@ -44,10 +44,6 @@ DIFFICULT_TEXTS = (
     "https://example.org/a_b-c?d=e&f=%20#g <a href='x'>y</a> {\"k\": [1, -2.0]} $\\frac{a}{b}$ a@b.c #tag __init__",
     *(unit * count for unit in ("a", " ", "\n", "-", "=", "ab", "0", "中", " \n") for count in (2, 3, 5, 17, 64, 333)),
 )
-
-
-class _UnfitError(Exception):
-    """Why tiktoken cannot stand in for a tokenizer."""
 
 
 class Encoder:
@@ -102,37 +98,31 @@ class Encoder:
 
 
 def make_encoder(tokenizer: Tokenizer, sample: Iterable[str] = ()) -> Encoder:
-    """The fastest encoder with the ids of `tokenizer.encode`.
-
-    tiktoken is used where it can be built and gives the very same ids on a list of difficult texts and on `sample`.
-    """
+    """The fastest encoder with the ids of `tokenizer.encode`. tiktoken is used where it can be built and gives the very
+    same ids on a list of difficult texts and on `sample`."""
     try:
         encoder = Encoder(tokenizer)
         _check_merges(json.loads(tokenizer.json_text)["model"])
         for text in itertools.chain(DIFFICULT_TEXTS, _every_script(), sample):
             _compare(encoder, tokenizer, text)
-    except _UnfitError as error:
+    except FredaError as error:
         return Encoder(tokenizer, str(error))
     return encoder
 
 
 def _encoding(values: Mapping[str, Any], blank_id: int) -> Any:
     """The tiktoken encoding of a byte-level BPE; an error says why there is none."""
-    try:
-        import tiktoken
-    except ImportError:
-        raise _UnfitError(str(missing_package("tiktoken", "data"))) from None
+    tiktoken = optional("tiktoken", "data")
     _check_model(values["model"])
-    normalizer = values.get("normalizer")
-    if normalizer not in (None, {"type": "NFC"}):
-        raise _UnfitError(f"its normalizer is {normalizer.get('type')}, not NFC or none")
+    normalizer = values.get("normalizer") or {"type": "NFC"}
+    require(normalizer == {"type": "NFC"}, f"its normalizer is {normalizer.get('type')}, not NFC or none")
     pattern, ranks = _pattern(values.get("pre_tokenizer")), _ranks(values["model"])
     # A special token, though it never occurs: with none tiktoken looks for the empty text, at half the speed.
     special = {BLANK_TEXT: blank_id}
     try:
         return tiktoken.Encoding("freda", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     except ValueError as error:
-        raise _UnfitError(f"tiktoken cannot read its split pattern: {' '.join(str(error).split())}") from None
+        raise FredaError(f"tiktoken cannot read its split pattern: {' '.join(str(error).split())}") from None
 
 
 def _added_tokens(values: Mapping[str, Any]) -> re.Pattern[str]:
@@ -147,16 +137,13 @@ def _added_tokens(values: Mapping[str, Any]) -> re.Pattern[str]:
 def _check_model(model: Mapping[str, Any]) -> None:
     """Accept a byte-level BPE and nothing else."""
     kind = model.get("type", "BPE" if "merges" in model else "unknown")  # GPT-2's file does not say
-    if kind != "BPE":
-        raise _UnfitError(f"its model is {kind}, not BPE")
+    require(kind == "BPE", f"its model is {kind}, not BPE")
     for option in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
-        if model.get(option):
-            raise _UnfitError(f"its model has {option} = {model[option]!r}")
+        require(not model.get(option), f"its model has {option} = {model.get(option)!r}")
     missing = sum(character not in model["vocab"] for character in _byte_characters())
-    if missing:
-        raise _UnfitError(f"its vocabulary lacks {missing} of the {BYTES} bytes")
-    if len(set(model["vocab"].values())) < len(model["vocab"]):
-        raise _UnfitError("two entries of its vocabulary have the same id")
+    require(not missing, f"its vocabulary lacks {missing} of the {BYTES} bytes")
+    distinct = len(set(model["vocab"].values())) == len(model["vocab"])
+    require(distinct, "two entries of its vocabulary have the same id")
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
@@ -164,17 +151,17 @@ def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
     pre_tokenizer = pre_tokenizer or {"type": "none"}
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
     names = [step["type"] for step in steps]
-    if names not in (["Split", "ByteLevel"], ["ByteLevel"]):
-        raise _UnfitError(f"its pre-tokenizer is {' + '.join(names)}, not Split + ByteLevel or ByteLevel")
+    known = names in (["Split", "ByteLevel"], ["ByteLevel"])
+    require(known, f"its pre-tokenizer is {' + '.join(names)}, not Split + ByteLevel or ByteLevel")
     first, last = steps[0], steps[-1]
-    if last.get("add_prefix_space", True):
-        raise _UnfitError("its pre-tokenizer adds a space in front of the text")
+    require(not last.get("add_prefix_space", True), "its pre-tokenizer adds a space in front of the text")
     own_pattern = last.get("use_regex", True)  # older files do not say
     if len(steps) == 1 and own_pattern:
         return GPT2_PATTERN
     pattern = first.get("pattern", {}).get("Regex")
-    if pattern is None or own_pattern or first.get("behavior") != "Isolated" or first.get("invert"):
-        raise _UnfitError("its pre-tokenizer does not split by one regular expression and nothing else")
+    alone = pattern is not None and not own_pattern and not first.get("invert")
+    plain = alone and first.get("behavior") == "Isolated"
+    require(plain, "its pre-tokenizer does not split by one regular expression and nothing else")
     return str(pattern)
 
 
@@ -218,12 +205,12 @@ def _check_merges(model: Mapping[str, Any]) -> None:
     ids = [model["vocab"][left + right] for left, right in _merges(model)]
     for before, after in itertools.pairwise(ids):
         if after < before:
-            raise _UnfitError(f"the ids are not in the order of the merges (id {after} is made after id {before})")
+            raise FredaError(f"the ids are not in the order of the merges (id {after} is made after id {before})")
     bpe = tokenizers.models.BPE(vocab=model["vocab"], merges=_merges(model))
     for entry in _reachable(model):
         parts = len(bpe.tokenize(entry))
         if parts == 2 or (parts > 2 and not model.get("ignore_merges")):
-            raise _UnfitError(f"tiktoken would make the token {entry!r} where its merges do not")
+            raise FredaError(f"tiktoken would make the token {entry!r} where its merges do not")
 
 
 def _compare(encoder: Encoder, tokenizer: Tokenizer, text: str) -> None:
@@ -231,15 +218,12 @@ def _compare(encoder: Encoder, tokenizer: Tokenizer, text: str) -> None:
     ids = encoder.quick(text)
     if ids is not None and ids.tolist() != tokenizer.encode(text):
         shown = repr(text if len(text) <= 60 else text[:60] + "…")
-        raise _UnfitError(f"it gives other ids than the library tokenizers for the text {shown}")
+        raise FredaError(f"it gives other ids than the library tokenizers for the text {shown}")
 
 
 def _every_script() -> Iterator[str]:
-    """Each character below U+10000 after a letter, a digit and spaces; only some of CJK, Hangul and private use.
-
-    Two regex libraries may have the tables of two versions of Unicode. 0.35 MB in all, with every 16th character of the
-    next plane: that takes 0.3 s, and all of them would take 1.5 s.
-    """
+    """Each character below U+10000 after a letter, a digit and spaces, because two regex libraries may have the tables
+    of two versions of Unicode; only some of CJK, Hangul, private use and the next plane: 0.3 s instead of 1.5."""
     sparse = {code for start, end in ((0x3400, 0xA000), (0xAC00, 0xF900)) for code in range(start, end) if code % 64}
     codes = [code for code in (*range(0x10000), *range(0x10000, 0x20000, 16)) if code not in sparse]
     characters = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from freda.data.config import DocumentsConfig
-from freda.errors import FredaError, missing_package
+from freda.errors import FredaError, optional, require
 
 SUFFIXES = {  # what a folder or archive is searched for, before .gz and the like
     "jsonl": (".jsonl", ".ndjson"),
@@ -32,9 +32,8 @@ SUFFIXES = {  # what a folder or archive is searched for, before .gz and the lik
     "code": (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".jl", ".sh"),
     "datatrove": (".ds",),
 }
-COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 ARCHIVE = re.compile(r"\.(tar(\.(gz|xz|bz2))?|tgz|txz|tbz2?)$")
-CUT_SHORT = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, tarfile.TarError)
+CUT_SHORT = (EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, OSError)
 
 
 class File(NamedTuple):
@@ -58,16 +57,14 @@ def find(config: DocumentsConfig, root: Path) -> list[File]:
     """The files of a source, in a fixed order; none is an error."""
     stdlib = (config.kind, config.path) == ("code", "stdlib")
     base = Path(sysconfig.get_paths()["stdlib"]) if stdlib else root / Path(config.path).expanduser()
-    if not base.exists():
-        raise FredaError(f"there is no {base}; relative paths start from the folder given with --data")
+    require(base.exists(), f"there is no {base}; relative paths start from the folder given with --data")
     if base.is_file():
         files = _members(base, config) if ARCHIVE.search(base.name) else [File(base)]
     else:
         wanted = (path for path in _walk(base) if _wanted(path.relative_to(base).as_posix(), config))
         files = [File(path) for path in sorted(wanted, key=lambda p: p.relative_to(base).parts)]
-    if not files:
-        kinds = config.files or " ".join(f"*{suffix}" for suffix in SUFFIXES[config.kind])
-        raise FredaError(f"{base} holds no file of kind {config.kind} ({kinds}); set files to a pattern")
+    kinds = config.files or " ".join(f"*{suffix}" for suffix in SUFFIXES[config.kind])
+    require(bool(files), f"{base} holds no file of kind {config.kind} ({kinds}); set files to a pattern")
     return files
 
 
@@ -103,8 +100,8 @@ def _wanted(name: str, config: DocumentsConfig) -> bool:
 
 
 def _members(archive: Path, config: DocumentsConfig) -> list[File]:
-    if config.kind in ("parquet", "datatrove"):
-        raise FredaError(f"{archive}: {config.kind} files cannot be read inside an archive; unpack it")
+    mapped = config.kind in ("parquet", "datatrove")
+    require(not mapped, f"{archive}: {config.kind} files cannot be read inside an archive; unpack it")
     with told_if_cut_short(archive):
         members = _archive(archive).getmembers()
     plain = [(number, member) for number, member in enumerate(members) if member.isfile() or member.islnk()]
@@ -117,8 +114,8 @@ def told_if_cut_short(file: object) -> Iterator[None]:
     """Refuse a file that ends early or is damaged: its records cannot be counted."""
     try:
         yield
-    except (*CUT_SHORT, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # bz2 raises a plain OSError
+    except CUT_SHORT as error:
+        if getattr(error, "errno", None) is not None:  # the disk failed; damage is an OSError without a number
             raise
         raise FredaError(f"{file} is cut short or damaged ({error}); get it again, or exclude it with files") from None
 
@@ -126,8 +123,7 @@ def told_if_cut_short(file: object) -> Iterator[None]:
 @contextlib.contextmanager
 def open_file(file: File) -> Iterator[IO[bytes]]:
     """The decompressed bytes of a file; one that is cut short or damaged is refused."""
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstd}
-    unpack = openers.get(Path(file.name).suffix, contextlib.nullcontext)
+    unpack = OPENERS.get(Path(file.name).suffix, contextlib.nullcontext)
     with told_if_cut_short(file), _opened(file) as stream, unpack(stream) as unpacked:
         yield unpacked
 
@@ -149,42 +145,8 @@ def _archive(path: Path) -> tarfile.TarFile:
 
 
 def _zstd(stream: IO[bytes]) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise missing_package("zstandard", "data") from None
-    return io.BufferedReader(_Chunks(_zstd_chunks(stream, zstandard)))
+    return io.BufferedReader(optional("pyarrow", "data").CompressedInputStream(stream, "zstd"))
 
 
-def _zstd_chunks(stream: IO[bytes], zstandard: Any) -> Iterator[bytes]:
-    """The decompressed bytes of all frames. The package's own reader does not notice that a file is truncated."""
-    frame = None
-    try:
-        while chunk := stream.read(1 << 20):
-            while chunk:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(chunk)
-                chunk = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise EOFError(str(error)) from None
-    if frame is not None:
-        raise EOFError("the last frame is not complete")
-
-
-class _Chunks(io.RawIOBase):
-    """A stream of the bytes that an iterator yields."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._left = filter(None, chunks), memoryview(b"")
-
-    def readable(self) -> bool:
-        """Always true: the stream is for reading only."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as the next chunk goes."""
-        self._left = self._left or memoryview(next(self._chunks, b""))
-        count = min(len(buffer), len(self._left))
-        buffer[:count], self._left = self._left[:count], self._left[count:]
-        return count
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _zstd}
+COMPRESSED = tuple(OPENERS)

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from freda.data.pack import plan
 from freda.data.shards import Documents, Manifest
 from freda.errors import FredaError, require
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:  # training only reads ids: it need not import the tokenizer l
     from freda.data.tokenizer import Tokenizer
 
 Ints = NDArray[np.signedinteger[Any]]
-Bools = NDArray[np.bool_]
-
 STEPS_AHEAD = 4  # costs little (a step of 64 rows of 4,096 tokens is 4.5 MB) and hides a read as long as four steps
 
 
@@ -62,12 +59,12 @@ class Loader:
         self._lengths = self._documents.lengths()
         self._plan = plan(self._lengths, seq_len, self.manifest.align)
         self._seq_len, self._seed = seq_len, seed
-        self._kept_order: tuple[int, Ints] | None = None
+        self._kept_order: tuple[int, Ints] = (-1, np.empty(0, np.int64))
         self.rows = self._plan.rows
-        if self.rows == 0:
-            key = "prepare.validation_share (of a generator: validation_problems, validation_documents)"
-            advice = f"raise {key}" if split == "validation" else "look at its sources"
-            raise FredaError(f"the {split} split of {folder} holds no document; {advice} and freda prepare --replace")
+        key = "prepare.validation_share (of a generator: validation_problems, validation_documents)"
+        advice = f"raise {key}" if split == "validation" else "look at its sources"
+        problem = f"the {split} split of {folder} holds no document"
+        require(self.rows > 0, f"{problem}; {advice} and freda prepare --replace")
 
     @property
     def fullness(self) -> float:
@@ -85,23 +82,21 @@ class Loader:
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse a model whose tokenizer is not the one that the shards were written with."""
-        ours, theirs = self.manifest, tokenizer
-        seen = f"was written with tokenizer {ours.tokenizer[:8]}, the model has {theirs.fingerprint[:8]}"
-        advice = "prepare the data with the model's tokenizer"
-        require(ours.tokenizer == theirs.fingerprint, f"{self._folder} {seen}; {advice}")
-        seen = f"ends documents with id {ours.eos_id}, the model with {theirs.eos_id}"
-        advice = "prepare the data with prepare.eos set to the model's token"
-        require(ours.eos_id == theirs.eos_id, f"{self._folder} {seen}; {advice}")
+        ours, theirs, folder = self.manifest, tokenizer, self._folder
+        seen = f"{folder} was written with tokenizer {ours.tokenizer[:8]}, the model has {theirs.fingerprint[:8]}"
+        require(ours.tokenizer == theirs.fingerprint, f"{seen}; prepare the data with the model's tokenizer")
+        seen = f"{folder} ends documents with id {ours.eos_id}, the model with {theirs.eos_id}"
+        require(ours.eos_id == theirs.eos_id, f"{seen}; prepare the data with prepare.eos set to the model's token")
 
     def _order(self, epoch: int) -> Ints:
         """The permutation of an epoch. The last one is kept: batches ask for neighbouring rows."""
         kept = self._kept_order  # read once: another thread may replace it
-        if kept is None or kept[0] != epoch:
+        if kept[0] != epoch:
             rng = np.random.default_rng((self._seed % 2**64, epoch))  # numpy takes no negative seed
             kept = self._kept_order = (epoch, rng.permutation(self.rows))
         return kept[1]
 
-    def _read_row(self, number: int, tokens: Ints, document: Ints, position: Ints, fill: Bools) -> None:
+    def _read_row(self, number: int, tokens: Ints, document: Ints, position: Ints, fill: NDArray[np.bool_]) -> None:
         """Write one row of the packing into vectors that hold padding."""
         begin = 0
         for index, (source, start, length) in enumerate(self._plan.pieces(number)):
@@ -119,10 +114,8 @@ class Loader:
 
 
 def rank_rows(batch_rows: int, group_rows: int, *, rank: int, world: int) -> list[range]:
-    """The rows of a step that a rank processes, group by group, numbered within the whole step.
-
-    Every group is cut among all ranks: at any time they are in the same group, hence in the same number of passes.
-    """
+    """The rows of a step that a rank processes, group by group, numbered within the whole step. Every group is cut
+    among all ranks: at any time they are in the same group, hence in the same number of passes."""
     if batch_rows % group_rows or not 0 <= rank < world:
         raise ValueError(f"rank {rank} of {world} in groups of {group_rows} of {batch_rows} rows")
     if group_rows % world:
@@ -143,10 +136,8 @@ def pinned(batch: Batch, device: torch.device) -> Batch:
 
 
 class Prefetcher:
-    """The batches of the coming steps, built in order by a thread up to `ahead` steps ahead; a context manager.
-
-    An error in the thread is raised by the `take` of its step.
-    """
+    """The batches of the coming steps, built in order by a thread up to `ahead` steps ahead; a context manager. An
+    error in the thread is raised by the `take` of its step."""
 
     def __init__(self, build: Callable[[int], list[Batch]], steps: range, *, ahead: int = STEPS_AHEAD) -> None:
         self._build, self._steps, self._ahead = build, steps, ahead
@@ -174,3 +165,124 @@ class Prefetcher:
         if step + self._ahead in self._steps:
             self._ready.append(self._pool.submit(self._build, step + self._ahead))
         return batches
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """Which piece of which document lies in which row: row r holds pieces row_starts[r] to row_starts[r + 1]. Flat
+    arrays, because a list per row would take more memory than the tokens of short documents."""
+
+    row_starts: Ints  # (rows + 1,)
+    piece_document: Ints  # (pieces,)
+    piece_start: Ints  # (pieces,) first token within the document, a multiple of align
+    piece_length: Ints  # (pieces,)
+
+    @property
+    def rows(self) -> int:
+        """How many rows the plan has."""
+        return len(self.row_starts) - 1
+
+    def pieces(self, row: int) -> list[tuple[int, int, int]]:
+        """(document, start, length) of each piece of a row, in order."""
+        here = slice(self.row_starts[row], self.row_starts[row + 1])
+        columns = (self.piece_document[here], self.piece_start[here], self.piece_length[here])
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def plan(lengths: ArrayLike, seq_len: int, align: int) -> Plan:
+    """Pack documents of these lengths (multiples of `align`) into rows of `seq_len` tokens, leaving little empty.
+
+    A document that fits in a row is never cut; a longer one is cut into full rows and a rest. The pieces then go into
+    rows longest first: each row takes the longest piece that is left and fills the remaining space exactly where some
+    of the other pieces can do so. Which lengths can is a subset sum over the distinct lengths, in units of `align`; the
+    set of reachable sums is one whole number used as a bit set, so that a row costs microseconds. A way of filling a
+    row is repeated while the pieces for it last: corpora of millions of documents have few distinct lengths.
+    """
+    below = seq_len // align * align
+    advice = f"{below} or {below + align}" if below > 0 else f"{align}"
+    whole = seq_len > 0 and seq_len == below
+    require(whole, f"seq_len {seq_len} is not a multiple of the shards' align {align}; use {advice}")
+    lengths = np.asarray(lengths, np.int64)
+    if (lengths <= 0).any() or (lengths % align).any():
+        raise ValueError(f"document lengths must be positive multiples of {align}")
+    document, start, length = _cut(lengths, seq_len)
+    left = _ByLength(length // align, seq_len // align)
+    groups: list[Ints] = []  # each (rows, pieces per row): rows that are filled alike
+    while pattern := left.best_pattern():
+        groups.append(left.take(pattern))
+    order = np.concatenate([np.empty(0, np.int64), *(group.ravel() for group in groups)])
+    per_row = np.repeat([group.shape[1] for group in groups], [len(group) for group in groups])
+    row_starts = np.concatenate([[0], np.cumsum(per_row)]).astype(np.int64)
+    return Plan(row_starts, document[order], start[order], length[order])
+
+
+def _cut(lengths: Ints, seq_len: int) -> tuple[Ints, Ints, Ints]:
+    """Document, start and length of every piece: full rows, then the rest."""
+    counts = -(-lengths // seq_len)
+    document = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
+    start = number * seq_len
+    return document, start, np.minimum(lengths[document] - start, seq_len)
+
+
+class _ByLength:
+    """The pieces not yet placed, by length. Lengths are in units of `align`; pieces of one length leave in order."""
+
+    def __init__(self, length: Ints, row: int) -> None:
+        self._row = row
+        self._queue = np.argsort(length, kind="stable")  # pieces of equal length lie side by side
+        self._left = np.bincount(length, minlength=row + 1)
+        self._next = np.cumsum(self._left) - self._left  # where in the queue the pieces of a length begin
+
+    def best_pattern(self) -> dict[int, int]:
+        """How to fill the next row: {length: how many}; empty when nothing is left."""
+        lengths = np.flatnonzero(self._left)
+        if not len(lengths):
+            return {}
+        longest = int(lengths[-1])
+        self._left[longest] -= 1  # it is in the row: only the others can fill the space
+        others = self._fill(self._row - longest)
+        self._left[longest] += 1
+        return {longest: 1 + others.pop(longest, 0), **others}
+
+    def take(self, pattern: dict[int, int]) -> Ints:
+        """Fill rows by the pattern while its pieces last: (rows, pieces per row)."""
+        rows, columns = min(int(self._left[length]) // count for length, count in pattern.items()), []
+        for length, count in pattern.items():
+            begin = self._next[length]
+            self._next[length] += rows * count
+            self._left[length] -= rows * count
+            columns.append(self._queue[begin : self._next[length]].reshape(rows, count))
+        return np.concatenate(columns, axis=1)
+
+    def _fill(self, space: int) -> dict[int, int]:
+        """The pieces that leave least of the space empty: {length: how many}, long pieces preferred. Short pieces are
+        the ones that close gaps, so they are looked at last and only when needed."""
+        within = (1 << space + 1) - 1
+        reachable = 1  # bit s: some of the pieces looked at sum to s
+        looked_at: list[tuple[int, int, int]] = []  # (length, count, sums that were reachable without them)
+        lengths = np.flatnonzero(self._left[: space + 1])[::-1]
+        for length, left in zip(lengths.tolist(), self._left[lengths].tolist(), strict=True):
+            for count in _powers(min(left, space // length)):
+                looked_at.append((length, count, reachable))
+                reachable |= reachable << length * count & within
+                if reachable >> space:
+                    return _subset(space, looked_at)
+        return _subset(reachable.bit_length() - 1, looked_at)
+
+
+def _powers(count: int) -> list[int]:
+    """Group sizes 1, 2, 4, ... and a rest, whose partial sums are all numbers up to `count`."""
+    return [min(1 << bit, count + 1 - (1 << bit)) for bit in range(count.bit_length())]
+
+
+def _subset(total: int, looked_at: list[tuple[int, int, int]]) -> dict[int, int]:
+    """The pieces that sum to `total`, found by going back: those without which it was not reachable."""
+    subset: dict[int, int] = {}
+    for length, count, without in reversed(looked_at):
+        if not without >> total & 1:
+            subset[length] = subset.get(length, 0) + count
+            total -= length * count
+    return subset

@@ -9,6 +9,7 @@ has that key.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import itertools
 import random
@@ -50,9 +51,8 @@ class Operation(NamedTuple):
     phrases: tuple[str, ...]
 
 
-N: State = "numbers"
-T: State = "text"
-W: State = "words"
+STATES: tuple[State, State, State] = ("numbers", "text", "words")
+N, T, W = STATES
 OPERATIONS = (
     Operation(N, N, "[x + {k} for x in {v}]", ("add {k} to each number", "increase every number by {k}")),
     Operation(N, N, "[x - {k} for x in {v}]", ("subtract {k} from each number", "lower every number by {k}")),
@@ -137,7 +137,6 @@ RETURNS = (
     Operation(W, W, "len({v})", ("how many there are", "the length of the list")),
     Operation(W, W, "max({v}, key=len, default='')", ("the longest", "the first of the longest words")),
 )
-FAMILIES: tuple[State, ...] = ("numbers", "text")
 FRAMES = (
     ("{First}", ", then {next}", ", and return {end}."),
     ("{First}", ". Then {next}", ". Return {end}."),
@@ -181,7 +180,7 @@ def _uses(operation: Operation) -> list[Used]:
 
 
 STEPS, ENDS = (
-    {state: [_uses(operation) for operation in table if operation.takes == state] for state in (N, T, W)}
+    {state: [_uses(operation) for operation in table if operation.takes == state] for state in STATES}
     for table in (OPERATIONS, RETURNS)
 )
 
@@ -199,7 +198,7 @@ def _telling(state: State) -> list[tuple[Any, list[str]]]:
     return found
 
 
-TELLING = {state: _telling(state) for state in (N, T, W)}
+TELLING = {state: _telling(state) for state in STATES}
 
 
 def draw(rng: random.Random, config: MiniConfig) -> Function:
@@ -210,7 +209,7 @@ def draw(rng: random.Random, config: MiniConfig) -> Function:
 
 def _drawn(rng: random.Random, count: int) -> Function | None:
     """Draw a function with `count` steps; None unless every step matters and the results differ enough."""
-    state = family = pick(rng, FAMILIES)
+    state = family = pick(rng, STATES[:2])
     steps = list[Used]()
     for _ in range(count):
         steps.append(pick(rng, pick(rng, STEPS[state])))
@@ -230,9 +229,7 @@ def _drawn(rng: random.Random, count: int) -> Function | None:
 
 
 def _result(steps: Sequence[Used], value: Any) -> Any:
-    for step in steps:
-        value = step.function(value)
-    return value
+    return functools.reduce(lambda made, step: step.function(made), steps, value)
 
 
 def told(content: Function, rng: random.Random, config: MiniConfig) -> Item:

@@ -1,20 +1,18 @@
 """Deductions with four answers, A to D: things inside of things, people with people, things that swap places, walks.
 
-The letters are the places of the story. The answer is a sentence that ends in a letter, chosen by likelihood. Several
-things make this learnable for a small model (LOG.md): there is no list of options in which a letter has to be looked
-up; facts are two words long, and the answer repeats the words of the fact that it follows from; training documents
-continue with further conclusions from the same facts; and most of them are lessons, worlds of fewer things, down to
-one, with letters drawn freely and conclusions that repeat. Where one letter is more frequent, attending to letters
-pays off early, and where there are few things, so does looking for the right one.
+The letters are the places of the story. The answer is a sentence that ends in a letter, chosen by likelihood. What
+makes this learnable for a small model (LOG.md): no list of options in which a letter has to be looked up; facts of two
+words, which the answer repeats; documents that continue with further conclusions from the same facts; and mostly
+lessons: worlds of fewer things, down to one, with letters drawn freely and conclusions that repeat. Where one letter is
+more frequent, attending to letters pays off early, and where there are few things, so does looking for the right one.
 
 In the worlds of tests every letter ends equally many chains, or the most frequent one would be a good guess, and holds
 at least two things or people, or a conclusion could be guessed from the letters that are left. The content is the
 world: whatever is asked about it, and in whatever order its facts come, a world is in one split.
 
-A walk goes around a circle of four places and says now and then where it is. Only the last place mentioned has to be
-looked up; the hard part is to combine the moves since then in one forward. Most walks are lessons too, in which one
-move is more frequent than the others and often stands alone: if all moves are equally frequent, neither the last place
-nor the last move alone says anything about the next place, and not even single moves were learned (LOG.md).
+A walk goes around a circle of four places and says now and then where it is: the hard part is to combine the moves
+since then in one forward. Most walks are lessons too, in which one move is more frequent and often stands alone: with
+equally frequent moves, not even single ones were learned (LOG.md).
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ LEVELS = (  # each thing is inside one of the next level, those of the last leve
     ("kitchen", "hall", "cellar", "attic", "garage", "study"),
 )
 FAMILIES = ("inside", "with", "swap", *["walk"] * 3)  # things, people, things whose places swap; half are walks
-MOVES = ("left", "right", "across")  # by 1, 3 and 2 places around the circle
-SHIFTS = (1, 3, 2)
+MOVES, SHIFTS = ("left", "right", "across"), (1, 3, 2)  # by so many places around the circle
 MOVES_A_HOP = 4  # most moves per hop: a move is easier than a look-up
 FAVOURED, SINGLE = 0.8, 0.5  # in a lesson: share of moves that are the same, share of rounds of one move
 STOPS = (5, 8)  # rounds of a walk, fewest and most, with the one that is asked for
@@ -71,7 +68,8 @@ class World(NamedTuple):
     @property
     def lesson(self) -> bool:
         """Whether it has fewer chains than a world of a test, or some letter more often than another."""
-        return sorted(self.letters) != sorted(_evenly(SHORT_CHAINS if len(self.chains[0]) == 1 else CHAINS))
+        times = (SHORT_CHAINS if len(self.chains[0]) == 1 else CHAINS) // len(LETTERS)
+        return any(self.letters.count(letter) != times for letter in range(len(LETTERS)))
 
     @property
     def ends(self) -> list[tuple[tuple[str, ...], int]]:
@@ -99,31 +97,19 @@ class Walk(NamedTuple):
         return [LETTERS[total % len(LETTERS)] for total in totals][1:]
 
 
-def _evenly(count: int) -> list[int]:
-    """`count` letters, each equally often."""
-    return [place % len(LETTERS) for place in range(count)]
-
-
 def _in_normal_order(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Order neighbouring swaps that share no place, the smaller first: they may come in either order."""
-    ordered, changed = list(pairs), True
-    while changed:
-        changed = False
-        for place in range(len(ordered) - 1):
-            one, two = ordered[place : place + 2]
-            if two < one and not set(one) & set(two):
-                ordered[place : place + 2] = [two, one]
-                changed = True
-    return ordered
+    for place, (one, two) in enumerate(itertools.pairwise(pairs)):
+        if two < one and not set(one) & set(two):
+            return _in_normal_order([*pairs[:place], two, one, *pairs[place + 2 :]])
+    return pairs
 
 
 def draw(rng: random.Random, config: MiniConfig) -> World | Walk:
     """Draw a world of one of three families, or a walk."""
     family = pick(rng, FAMILIES)
-    return _draw_walk(rng, config) if family == "walk" else _draw_world(rng, config, family)
-
-
-def _draw_walk(rng: random.Random, config: MiniConfig) -> Walk:
+    if family != "walk":
+        return _draw_world(rng, config, family)
     lesson, favourite = rng.random() < LESSONS, between(rng, 0, len(MOVES) - 1)
 
     def moves() -> tuple[int, ...]:
@@ -140,7 +126,7 @@ def _draw_walk(rng: random.Random, config: MiniConfig) -> Walk:
 def _draw_world(rng: random.Random, config: MiniConfig, family: str) -> World:
     hops = between(rng, config.logic_hops_from, config.logic_hops_to)
     count = SHORT_CHAINS if hops == 1 or family == "swap" else CHAINS
-    letters = _some(rng, _evenly(count), count)
+    letters = _some(rng, [place % len(LETTERS) for place in range(count)], count)  # each equally often
     if rng.random() < LESSONS:
         count = between(rng, 1, count)
         letters = tuple(between(rng, 0, len(LETTERS) - 1) for _ in range(count))
@@ -158,16 +144,9 @@ def _draw_world(rng: random.Random, config: MiniConfig, family: str) -> World:
     return World(family, hops, tuple((thing,) for thing in _some(rng, LEVELS[0], count)), letters, tuple(swaps))
 
 
-def told(content: World | Walk, rng: random.Random, config: MiniConfig) -> Item:
-    """The content in words, with its solution."""
-    return _told_walk(content) if isinstance(content, Walk) else _told_world(content, rng, config)
-
-
 def _told_walk(walk: Walk) -> Item:
-    """Tell the first place, then moves and where they lead.
-
-    Three constant words stand before a letter, so that a block of four tokens with the letter contains no move.
-    """
+    """Tell the first place, then moves and where they lead. Three constant words stand before a letter, so that a block
+    of four tokens with the letter contains no move."""
     rounds = [" ".join(MOVES[move] for move in moves) for moves in walk.rounds]
     *said, answer = walk.places
     known = [f"{moves}, now at {place}." for moves, place in zip(rounds, said, strict=False)]
@@ -175,8 +154,10 @@ def _told_walk(walk: Walk) -> Item:
     return Item(prompt, f" {answer}.", answer, walk.key, len(walk.rounds[-1]), "walk", lesson=walk.lesson)
 
 
-def _told_world(content: World, rng: random.Random, config: MiniConfig) -> Item:
-    """Tell the facts, a question over all hops of the world and its answer, then further conclusions."""
+def told(content: World | Walk, rng: random.Random, config: MiniConfig) -> Item:
+    """Tell the facts, a question over all hops of the world and its answer, then further conclusions; or a walk."""
+    if isinstance(content, Walk):
+        return _told_walk(content)
     facts, conclusions = list[str](), list[tuple[str, str]]()  # a conclusion is a thing or person, and its letter
     for chain, place in content.ends:
         facts.extend(f" {one} {two}." for one, two in itertools.pairwise((*chain, LETTERS[place])))

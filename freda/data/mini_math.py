@@ -7,6 +7,7 @@ Irrelevant sentences of a story (`math_distractors`) are not part of it.
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Literal, NamedTuple
 
@@ -32,20 +33,17 @@ THINGS = (
 )
 OPENINGS = (
     *("{name} has {n} {things}.", "{name} starts with {n} {things}.", "{name} owns {n} {things}."),
-    "In the morning {name} has {n} {things}.",
-    "There are {n} {things} in the bag of {name}.",
+    *("In the morning {name} has {n} {things}.", "There are {n} {things} in the bag of {name}."),
     "{name} counts {n} {things}.",
 )
 TOLD: dict[Change, tuple[str, ...]] = {
     "add": (
         *("{She} finds {n} more.", "{She} buys {n} more.", "Then {she} gets {n} more.", "A friend brings {n} more."),
-        "{other} gives {name} {n} {things}.",
-        "Later {name} receives another {n}.",
+        *("{other} gives {name} {n} {things}.", "Later {name} receives another {n}."),
     ),
     "take": (
         *("{She} gives away {n}.", "{She} loses {n}.", "Then {she} sells {n}.", "A friend takes {n}."),
-        "{name} gives {n} {things} to {other}.",
-        "Later {n} of them are gone.",
+        *("{name} gives {n} {things} to {other}.", "Later {n} of them are gone."),
     ),
     "parcels": (
         "{She} buys {n} boxes of {m} {things} each.",
@@ -115,15 +113,13 @@ class Calculation(NamedTuple):
     @property
     def key(self) -> str:
         """The calculation regardless of the order of summands and factors, and of number and size of parcels."""
-        runs: list[list[str]] = [[f"+{self.start}"]]
-        scales = False  # whether the last run is one of factors
+        steps = [(False, f"+{self.start}")]  # whether it is one of factors, and what it does
         for step in self.steps:
-            if (step.change in ("times", "share")) != scales:
-                scales = not scales
-                runs.append([])
             parcels = "+{}x{}".format(*sorted((step.number, step.size)))
-            runs[-1].append(parcels if step.change == "parcels" else f"{SIGNS[step.change]}{step.number}")
-        return " ".join("".join(sorted(run)) for run in runs) + (" together" if self.together else "")
+            done = parcels if step.change == "parcels" else f"{SIGNS[step.change]}{step.number}"
+            steps.append((step.change in ("times", "share"), done))
+        runs = ("".join(sorted(one for _, one in run)) for _, run in itertools.groupby(steps, lambda step: step[0]))
+        return " ".join(runs) + (" together" if self.together else "")
 
 
 def draw(rng: random.Random, config: MiniConfig) -> Calculation:
@@ -145,10 +141,9 @@ def draw(rng: random.Random, config: MiniConfig) -> Calculation:
 def _step(rng: random.Random, change: Change, total: int, most: int, most_times: int) -> Step | None:
     """Draw a change of this kind that keeps the total in range; None if the drawn one does not."""
     room = most - total
-    if change == "add":
-        return Step(change, between(rng, LEAST, room)) if room >= LEAST else None
-    if change == "take":
-        return Step(change, between(rng, LEAST, total - LEAST)) if total >= 2 * LEAST else None
+    if change in ("add", "take"):
+        largest = room if change == "add" else total - LEAST
+        return Step(change, between(rng, LEAST, largest)) if largest >= LEAST else None
     if change == "parcels":
         number, size = between(rng, LEAST, most_times), between(rng, LEAST, most_times)
         return Step(change, number, size) if number * size <= room else None

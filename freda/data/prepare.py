@@ -61,8 +61,7 @@ def prepare(
     if (out / MANIFEST).exists():
         both = replace_other and world > 1
         require(not both, f"--replace and torchrun cannot be combined; delete {out} first")
-        found = _finished(file, root, out, replace_other=replace_other)
-        if found is not None:
+        if found := _finished(file, root, out, replace_other=replace_other):
             return found
     _check_leftovers(out)
     with locked(out) if rank == 0 else contextlib.nullcontext():
@@ -75,7 +74,7 @@ def prepare(
                 _all_waves(worker.file.source, worker.settings, run)
                 return Manifest(description(worker.file, root), 0, 0, 0, "", {})  # rank 0 writes the true one
             if note and any(source.kind not in MADE for source in worker.file.source.values()):
-                note(f"tokenizing with {worker.tools.encoder}")
+                note(f"tokenizing with {worker.encoder}")
             with progress(out, worker.settings.tokens) if note else contextlib.nullcontext():
                 outcomes, held = _all_waves(worker.file.source, worker.settings, run)
             if note and held:
@@ -93,11 +92,8 @@ def with_sources(file: PrepareFile) -> PrepareFile:
 
 
 def with_revisions(file: PrepareFile, out: Path, known: Mapping[str, Any] | None = None) -> PrepareFile:
-    """The file with a commit for every dataset of the Hub that names none.
-
-    A run that is resumed or repeated must read the same documents, so the commit comes from `known` (the description in
-    a manifest), from the notes of the interrupted run, or it is the newest.
-    """
+    """The file with a commit for every dataset of the Hub that names none, so that a run that is resumed or repeated
+    reads the same: from `known` (the description in a manifest), from an interrupted run's notes, or the newest."""
     mark = out / WORK / "revisions.json"
     notes: dict[str, str] = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
     notes |= {key: table["revision"] for key, table in (known or {}).items() if "revision" in table}
@@ -144,11 +140,8 @@ def next_wave(source: str, budget: int, epochs: int, parts: int, done: Outcomes)
 
 
 def _all_waves(sources: Mapping[str, SourceConfig], settings: PrepareConfig, run: Runner) -> tuple[Outcomes, bool]:
-    """Run every source to its budget, and again if a small corpus came out without a validation document.
-
-    The second run holds out the one document that a larger share would hold out first. Returns what all tasks did, and
-    whether there was a second run.
-    """
+    """Run every source to its budget, and again if a small corpus came out without a validation document: then the one
+    is held out that a larger share would hold out first. Returns what all tasks did, and whether they ran again."""
     outcomes = _waves(sources, settings, run, held=0.0)
     splits, least = _splits(outcomes), min((outcome.least_draw for _, outcome in outcomes), default=1.0)
     if not settings.validation_share or splits["validation"].documents or splits["train"].documents < 2 or least == 1:
@@ -212,10 +205,8 @@ def _finished(file: PrepareFile, root: Path, out: Path, *, replace_other: bool) 
 
 def _changes(manifest: Manifest, file: PrepareFile, root: Path) -> list[str]:
     """In what a finished corpus differs from the one that a file describes."""
-    old, new = (
-        {f"{section}.{key}": value for section, table in source.items() for key, value in table.items()}
-        for source in (manifest.source, description(file, root))
-    )
+    both = (manifest.source, description(file, root))
+    old, new = ({f"{name}.{key}": value for name, table in one.items() for key, value in table.items()} for one in both)
     if file.prepare.tokenizer:
         tokenizer = named_tokenizer(file.prepare, root)
         old |= {"tokenizer": manifest.tokenizer[:8], "eos_id": manifest.eos_id}
@@ -227,9 +218,9 @@ def _check_leftovers(out: Path) -> None:
     """Refuse a folder with files in it, unless an interrupted run has left its records there."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     require(existing.is_dir(), f"{existing} is a file; name a folder")
-    names = {path.name for path in out.iterdir()} if existing == out else set()
-    if names and not (out / WORK).is_dir():
-        raise FredaError(f"{out} is in use ({min(names)} is there); choose another folder")
+    first = min((path.name for path in out.iterdir()), default="") if existing == out else ""
+    ours = not first or (out / WORK).is_dir()
+    require(ours, f"{out} is in use ({first} is there); choose another folder")
 
 
 def _provide_tokenizer(file: PrepareFile, root: Path, out: Path) -> None:
@@ -258,20 +249,13 @@ def named_tokenizer(settings: PrepareConfig, root: Path) -> Tokenizer:
 
 def _finish(worker: Worker, root: Path, outcomes: Outcomes) -> Manifest:
     """Write the tokenizer and then the manifest, which declares the shards complete; remove the records."""
-    out, tokenizer = worker.out, worker.tools.tokenizer
+    out, tokenizer = worker.out, worker.tokenizer
     splits = _splits(outcomes)
     advice = "check the sources with freda prepare --plan"
     require(splits["train"].documents > 0, f"no document is left to train on; {advice}")
     first = [item for item in outcomes if item[0].epoch == 0]  # later epochs drop the same
-    manifest = Manifest(
-        source=description(worker.file, root),
-        align=worker.settings.align,
-        eos_id=tokenizer.eos_id,
-        blank_id=tokenizer.blank_id,
-        tokenizer=tokenizer.fingerprint,
-        splits=splits,
-        **_report(worker.tools.index, first),
-    )
+    ids = (worker.settings.align, tokenizer.eos_id, tokenizer.blank_id, tokenizer.fingerprint)
+    manifest = Manifest(description(worker.file, root), *ids, splits, **_report(worker.index, first))
     for split in splits:
         Documents(out, split, manifest)  # nobody has changed them since
     tokenizer.save(out)
@@ -292,10 +276,8 @@ def _clean_up(out: Path, manifest: Manifest) -> None:
 
 
 def _report(index: Index | None, outcomes: Outcomes) -> dict[str, Any]:
-    """Fields of the manifest: what was dropped from each source and why, with examples, and what was kept out.
-
-    For every benchmark there are its texts, and for every source how many documents hold some of them, and how many.
-    """
+    """Fields of the manifest: what was dropped from each source and why, with examples, and what was kept out. For
+    every benchmark there are its texts, and for every source how many documents hold some of them, and how many."""
     benchmarks = index.benchmarks if index is not None else {}
     contamination: dict[str, Any] = {name: {**info._asdict(), "sources": {}} for name, info in benchmarks.items()}
     dropped: defaultdict[str, Counter[str]] = defaultdict(Counter)

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from freda.errors import FredaError, require
 from freda.files import beside, write_whole
 
-ShardSplit = Literal["train", "validation"]
-SPLITS: tuple[ShardSplit, ...] = ("train", "validation")
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 ID = np.dtype("<i4")
@@ -101,28 +100,16 @@ class Manifest:
         require(path.exists(), f"{folder} has no {MANIFEST}: it is half written; run freda prepare again")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            if (version := values["version"]) != FORMAT_VERSION:
-                seen = f"{path} has format version {version}, this freda reads {FORMAT_VERSION}"
-                raise FredaError(f"{seen}; {START_ANEW}")
-            splits = {
-                split: SplitInfo(**{**info, "shards": [ShardInfo(**shard) for shard in info["shards"]]})
-                for split, info in values["splits"].items()
-            }
+            seen = f"{path} has format version {values['version']}, this freda reads {FORMAT_VERSION}"
+            require(values["version"] == FORMAT_VERSION, f"{seen}; {START_ANEW}")
             if type(values["align"]) is not int or values["align"] < 1:
                 raise ValueError(f"align is {values['align']!r}")
-            return cls(**{**values, "splits": splits})
+            for name, info in values["splits"].items():
+                shards = [ShardInfo(**shard) for shard in info["shards"]]
+                values["splits"][name] = SplitInfo(**{**info, "shards": shards})
+            return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FredaError(f"{path} is damaged ({error}); {START_ANEW}") from None
-
-
-def generator_settings(folder: Path, section: str, version: int) -> dict[str, Any]:
-    """The section of the prepare file that a generator of this version made the documents of a folder from."""
-    values = dict(Manifest.read(folder).source.get(section, {}))
-    require(bool(values), f"{folder} holds no documents generated from [{section}]; name shards that do with --data")
-    found = values.pop("generator")
-    why = f"{folder} was made by version {found} of the generator, this is {version}; prepare it again"
-    require(found == version, why)
-    return values
 
 
 def shard_lines(manifest: Manifest) -> list[str]:
@@ -184,15 +171,14 @@ class Documents:
     """The documents of one split, in the order of its shards, read from disk lazily."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
-        info = manifest.splits.get(split)
-        if info is None:
-            raise FredaError(f"{folder} has no split '{split}'; it has {', '.join(manifest.splits)}")
-        self.shards = info.shards
-        self._ids = [_memory_map(folder / f"{shard.name}.bin", ID, shard.tokens) for shard in info.shards]
-        self._ends = [_memory_map(folder / f"{shard.name}.idx", OFFSET, shard.documents) for shard in info.shards]
-        for shard, ends in zip(info.shards, self._ends, strict=True):
-            if (np.diff(ends, prepend=0) <= 0).any() or (ends[-1] if len(ends) else 0) != shard.tokens:
-                raise FredaError(f"{folder / shard.name}.idx does not belong to {shard.name}.bin; {START_ANEW}")
+        known = ", ".join(manifest.splits)
+        require(split in manifest.splits, f"{folder} has no split '{split}'; it has {known}")
+        self.shards = manifest.splits[split].shards
+        self._ids = [_memory_map(folder / f"{shard.name}.bin", ID, shard.tokens) for shard in self.shards]
+        self._ends = [_memory_map(folder / f"{shard.name}.idx", OFFSET, shard.documents) for shard in self.shards]
+        for shard, ends in zip(self.shards, self._ends, strict=True):
+            whole = bool((np.diff(ends, prepend=0) > 0).all()) and (ends[-1] if len(ends) else 0) == shard.tokens
+            require(whole, f"{folder / shard.name}.idx does not belong to {shard.name}.bin; {START_ANEW}")
         self._first = np.cumsum([0, *(len(ends) for ends in self._ends)])  # number of each shard's first document
 
     def __len__(self) -> int:
@@ -223,8 +209,8 @@ def verify(folder: Path, manifest: Manifest) -> None:
     for name, expected in hashes.items():
         with open(folder / name, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != expected:
-            raise FredaError(f"{folder / name} has changed: its hash is {found[:8]}, not {expected[:8]}; {START_ANEW}")
+        changed = f"{folder / name} has changed: its hash is {found[:8]}, not {expected[:8]}"
+        require(found == expected, f"{changed}; {START_ANEW}")
 
 
 def _memory_map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

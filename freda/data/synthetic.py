@@ -14,11 +14,10 @@ All numbers lie in 2..max_number, results included.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from freda.data.config import CorpusConfig
 from freda.errors import FredaError
@@ -26,7 +25,6 @@ from freda.errors import FredaError
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
 
-SECTION = "corpus"  # of the prepare file, and of the manifest of shards made from it
 VERSION = 1  # of the texts: the same seed gives the same texts as long as this stays; the order of words counts
 LEAST = 2  # smallest number: "1 shells" would need other words
 PATIENCE = 10_000  # unsuccessful draws in a row after which there is nothing (new) to find
@@ -90,7 +88,7 @@ class Sum(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A task of the mini suite with a correct solution."""
+    """A generated task with a correct solution."""
 
     prompt: str
     solution: str  # follows the prompt immediately
@@ -107,46 +105,18 @@ class Item(NamedTuple):
         return self.prompt + self.solution
 
 
-class Problem(NamedTuple):
-    """A question, one of its correct solutions, and the number that is graded."""
-
-    question: str
-    solution: str
-    answer: int
-    key: str
-
-    @property
-    def prompt(self) -> str:
-        """The text that a model continues."""
-        return f"Q: {self.question}\nA:"
-
-    @property
-    def document(self) -> str:
-        """The text that a model is trained on."""
-        return f"{self.prompt} {self.solution}"
-
-
-def problems(split: Split, count: int, **settings: Any) -> list[Problem]:
-    """The first problems of a split, given values of `[corpus]`; a smaller count is a prefix of a larger one."""
-    return list(itertools.islice(problems_of(CorpusConfig(**settings), split), count))
-
-
-def problems_of(config: CorpusConfig, split: Split) -> Iterator[Problem]:
-    """The problems of a split, without end.
-
-    Held-out questions come once each, as long as there are new ones: a repeated question measures nothing. Training
-    questions may be repeated, often with another solution, which is how a model learns that there are several.
-    """
+def problems_of(config: CorpusConfig, split: Split) -> Iterator[Item]:
+    """The problems of a split, without end. Held-out questions come once each, as long as there are new ones; training
+    questions are repeated with other solutions, which is how a model learns that there are several."""
     rng = random.Random(f"{split} {config.seed}")  # seeded by a string: the same in every process, unlike by a tuple
-    asked: set[str] = set()
-    repeats = 0
+    asked, repeats = set[str](), 0
     while True:
         problem = _word(_draw_sum(rng, config, split), rng, config.varied)
-        repeats = repeats + 1 if problem.question in asked else 0
-        if split == "train" or not 0 < repeats <= PATIENCE:
+        repeats = repeats + 1 if problem.prompt in asked else 0
+        if not 0 < repeats <= PATIENCE:
             yield problem
         if split != "train":
-            asked.add(problem.question)
+            asked.add(problem.prompt)
 
 
 def split_of(key: str) -> Split:
@@ -189,7 +159,7 @@ def pick(rng: random.Random, options: Sequence[T]) -> T:
     return options[between(rng, 0, len(options) - 1)]
 
 
-def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
+def _word(drawn: Sum, rng: random.Random, varied: bool) -> Item:
     """Tell a sum as a story, and solve it."""
     words = {**pick(rng, PEOPLE).words, "things": pick(rng, THINGS)}
     question = [pick(rng, OPENINGS).format(n=drawn.start, **words)]
@@ -206,7 +176,8 @@ def _word(drawn: Sum, rng: random.Random, varied: bool) -> Problem:
         solution.append(wording.format(equation=f"{left} {sign} {right} = {total}", **words))
     question.append(pick(rng, QUESTIONS).format(**words))
     solution.append(f"{ANSWER} {total}.")
-    return Problem(" ".join(question), " ".join(solution), total, drawn.key)
+    prompt, solved = f"Q: {' '.join(question)}\nA:", f" {' '.join(solution)}"
+    return Item(prompt, solved, str(total), drawn.key, len(drawn.changes))
 
 
 def final_answer(text: str) -> int | None:
@@ -216,6 +187,6 @@ def final_answer(text: str) -> int | None:
     return int(number[1].replace(",", "")) if number else None
 
 
-def grade(problem: Problem, text: str) -> bool:
+def grade(problem: Item, text: str) -> bool:
     """Whether the last answer in the text is correct."""
-    return final_answer(text) == problem.answer
+    return str(final_answer(text)) == problem.answer

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.data.config import PrepareConfig, PrepareFile
+from freda.data.config import PrepareFile
 from freda.data.decontaminate import Hit, Index
 from freda.data.documents import Broken, Document, Source, first_texts, is_unicode, read, sources_of
-from freda.data.encode import Encoder, make_encoder
-from freda.data.generators import GENERATORS
+from freda.data.encode import make_encoder
+from freda.data.mini import GENERATORS
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer
 from freda.errors import FredaError
@@ -93,17 +93,15 @@ def description(file: PrepareFile, root: Path) -> dict[str, Any]:
             values[f"{section}.{name}"] = {**dataclasses.asdict(source.config), **amount}
     if file.benchmark:
         values["decontaminate"] = dataclasses.asdict(file.decontaminate)
-    for source in sources_of(file, file.source, root).values():
-        if source.generator is not None:
-            generator = GENERATORS[source.config.kind]
-            values[generator.section] = {"generator": generator.version, **dataclasses.asdict(source.generator)}
+    for generator in (GENERATORS[source.kind] for source in file.source.values() if source.kind in GENERATORS):
+        settings = dataclasses.asdict(getattr(file, generator.section))
+        values[generator.section] = {"generator": generator.version, **settings}
     return values
 
 
 def task_keys(file: PrepareFile, root: Path, tokenizer: Tokenizer) -> Mapping[str, str]:
     """For every source, a hash of everything its tasks depend on except their place in the work."""
-    whole = description(file, root)
-    vocabulary = [tokenizer.fingerprint, tokenizer.eos_id]
+    whole, vocabulary = description(file, root), [tokenizer.fingerprint, tokenizer.eos_id]
     kept_out = {name: stamps(source) for name, source in sources_of(file, file.benchmark, root).items()}
     settings = {key: value for key, value in whole["prepare"].items() if key not in ("tokens", "broken_share")}
     shared = {name: value for name, value in whole.items() if not name.startswith(("source.", "prepare"))}
@@ -127,16 +125,6 @@ def stamps(source: Source) -> list[tuple[int, int]]:
     return [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
-class Tools:
-    """What turns texts into ids: the tokenizer, its fast encoder, and the index of texts to keep out, if any."""
-
-    def __init__(self, file: PrepareFile, root: Path, tokenizer: Tokenizer) -> None:
-        self.sources, self.tokenizer = sources_of(file, file.source, root), tokenizer
-        self.encoder: Encoder = make_encoder(tokenizer, sample(self.sources))
-        benchmarks = benchmark_texts(sources_of(file, file.benchmark, root))
-        self.index = Index(benchmarks, file.decontaminate) if file.benchmark else None
-
-
 def benchmark_texts(benchmarks: Mapping[str, Source]) -> Iterator[tuple[str, str]]:
     """(benchmark, text) of everything that must be kept out."""
     for name, benchmark in benchmarks.items():
@@ -154,12 +142,16 @@ def sample(sources: Mapping[str, Source]) -> list[str]:
 
 
 class Worker:
-    """Carries out tasks; holds what all of them need."""
+    """Carries out tasks; holds what all of them need: the tokenizer, its encoder, the index of texts to keep out."""
 
-    def __init__(self, file: PrepareFile, root: Path, out: Path) -> None:
+    def __init__(self, file: PrepareFile, root: Path, out: Path, tokenizer: Tokenizer | None = None) -> None:
         self.file, self.out, self.settings = file, out, file.prepare
-        self.tools = Tools(file, root, Tokenizer.load(out / WORK))
-        self._keys = task_keys(file, root, self.tools.tokenizer)
+        self.sources = sources_of(file, file.source, root)
+        self.tokenizer = tokenizer or Tokenizer.load(out / WORK)
+        self.encoder = make_encoder(self.tokenizer, sample(self.sources))
+        benchmarks = benchmark_texts(sources_of(file, file.benchmark, root))
+        self.index = Index(benchmarks, file.decontaminate) if file.benchmark else None
+        self._keys = task_keys(file, root, self.tokenizer)
 
     def run(self, task: Task) -> Outcome:
         """Do the task, unless it was done before with these very settings."""
@@ -173,9 +165,8 @@ class Worker:
             outcome = self._write(task)
             write_whole(record, json.dumps(dataclasses.asdict(outcome)))  # which declares the task done
         except OSError as error:
-            seen = f"{task.name}: {error.strerror or error}: {error.filename or self.out}"
-            advice = "what is finished is kept: fix this and run freda prepare again"
-            raise FredaError(f"{seen}; {advice}") from error
+            seen, advice = error.strerror or error, "what is finished is kept: fix this and run freda prepare again"
+            raise FredaError(f"{task.name}: {seen}: {error.filename or self.out}; {advice}") from error
         return outcome
 
     def _key(self, task: Task) -> str:
@@ -184,10 +175,9 @@ class Worker:
 
     def _write(self, task: Task) -> Outcome:
         """Read and write until the task has its tokens, or the part ends."""
-        settings, tools = self.settings, self.tools
-        tally = Tally(tools, settings, task.source, task.part, task.held)
-        records = read(tools.sources[task.source], part=task.part, parts=settings.parts, seed=settings.seed)
-        layout = (tools.tokenizer.eos_id, settings.align)
+        settings, tally = self.settings, Tally(self, task.source, task.part, task.held)
+        records = read(self.sources[task.source], part=task.part, parts=settings.parts, seed=settings.seed)
+        layout = (self.tokenizer.eos_id, settings.align)
         writers = {str(split): ShardWriter(self.out, f"{split}-{task.name}", *layout) for split in SPLITS}
         number, exhausted = 0, True
         with writers["train"], writers["validation"]:
@@ -210,13 +200,12 @@ class Worker:
 class Tally:
     """Decides what happens to each record of a part of a source, and counts what is dropped."""
 
-    def __init__(self, tools: Tools, settings: PrepareConfig, source: str, part: int, held: float = 0.0) -> None:
-        self._tools, self._settings, self._source, self._part = tools, settings, source, part
-        self._held = max(held, settings.validation_share)
+    def __init__(self, worker: Worker, source: str, part: int, held: float = 0.0) -> None:
+        self._worker, self._settings, self._source, self._part = worker, worker.settings, source, part
+        self._held = max(held, worker.settings.validation_share)
         self._seen, self._broken, self._least_draw = 0, 0, 1.0
         self._first_broken: Broken | None = None
-        self._dropped: Counter[str] = Counter()
-        self._examples: list[dict[str, str]] = []
+        self._dropped, self._examples = Counter[str](), list[dict[str, str]]()
         self._hits: dict[str, dict[str, Any]] = {}
 
     def judge(self, number: int, record: Document | Broken) -> tuple[str, NDArray[np.int32] | None]:
@@ -243,7 +232,7 @@ class Tally:
         text, ids = document.text, document.ids
         if ids is not None:
             ids = self._own_ids(document, ids)
-            text = self._tools.tokenizer.decode(ids.tolist()) if self._tools.index is not None else "(ids)"
+            text = self._worker.tokenizer.decode(ids.tolist()) if self._worker.index is not None else "(ids)"
         if not text or text.isspace():
             objection = ("empty", "")
         elif len(text) > self._settings.longest:
@@ -255,20 +244,20 @@ class Tally:
         elif hits := self._hits_in(text):
             objection = (f"contaminated by {hits[0].benchmark}", f"item {hits[0].item}: {hits[0].words}")
         else:
-            return self._tools.encoder.encode(text) if ids is None else ids
+            return self._worker.encoder.encode(text) if ids is None else ids
         self._drop(document.where, *objection)
         return None
 
     def _own_ids(self, document: Document, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids that another program made, without the EOS that closes them: the writer adds its own."""
-        tokenizer = self._tools.tokenizer
+        tokenizer = self._worker.tokenizer
         if len(ids) and int(ids.max()) >= tokenizer.blank_id:
             raise FredaError(f"{document.where} holds id {ids.max()}, the tokenizer ends at {tokenizer.blank_id - 1}")
         return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
 
     def _hits_in(self, text: str) -> list[Hit]:
         """The benchmark items that contaminate a text; they are counted."""
-        hits = self._tools.index.hits(text) if self._tools.index is not None else []
+        hits = self._worker.index.hits(text) if self._worker.index is not None else []
         for name in {hit.benchmark for hit in hits}:
             found = self._hits.setdefault(name, {"documents": 0, "items": set()})
             found["documents"] += 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import lzma
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ BYTES = 256
 KEPT_SETTINGS = ("bos_token", "chat_template", "model_max_length")  # of a source checkpoint's tokenizer_config.json
 
 UNKNOWN_PIECE = "�"
-DRAWN_CHARACTERS = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
 
 
 class Tokenizer:
@@ -44,8 +42,11 @@ class Tokenizer:
         self.json_text = json_text
         self._tokenizer = _parse(json_text)
         self.settings = dict(settings)
-        self.blank_id = self._blank_id()
-        self.size = self.blank_id + 1
+        blank: Any = self._tokenizer.token_to_id(BLANK_TEXT)
+        require(blank is not None, f"the tokenizer has no {BLANK_TEXT} token; run: freda convert SOURCE TARGET")
+        last = first_free_id(self._tokenizer) - 1
+        require(blank == last, f"{BLANK_TEXT} has id {blank}, but it must be the last one, {last}; convert it again")
+        self.blank_id, self.size = last, last + 1
         self.eos_id = self._named_id("eos_token", token_text(settings.get("eos_token")))
         texts = settings.get("stop_tokens", ())
         listed = isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)
@@ -78,9 +79,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with nothing added in front or behind. Text that spells BLANK is an error."""
         offset = text.find(BLANK_TEXT)
-        if offset >= 0:
-            seen = f"the text contains {BLANK_TEXT} at character {offset}"
-            raise FredaError(f"{seen}, which is reserved for empty slots of a draft; remove it from the text")
+        reserved = "which is reserved for empty slots of a draft; remove it from the text"
+        require(offset < 0, f"the text contains {BLANK_TEXT} at character {offset}, {reserved}")
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:  # lone surrogates: what Python makes of broken bytes when it reads a command line
@@ -105,15 +105,6 @@ class Tokenizer:
         text = token.replace("▁", " ") if "▁" in token else self._tokenizer.decode([index], skip_special_tokens=False)
         return "".join(_drawn(character) for character in text)
 
-    def _blank_id(self) -> int:
-        blank = self._tokenizer.token_to_id(BLANK_TEXT)
-        if blank is None:
-            raise FredaError(f"the tokenizer has no {BLANK_TEXT} token; run: freda convert SOURCE TARGET")
-        last = first_free_id(self._tokenizer) - 1
-        if blank != last:
-            raise FredaError(f"{BLANK_TEXT} has id {blank}, but it must be the last one, {last}; convert it again")
-        return int(blank)
-
     def _named_id(self, setting: str, text: str | None) -> int:
         """The id of a token named in the settings, below BLANK so that the model can predict it."""
         if text is None:
@@ -125,30 +116,26 @@ class Tokenizer:
 
 
 def open_tokenizer(folder: Path, eos: str = "") -> Tokenizer:
-    """The tokenizer of a freda folder, or of another checkpoint, with BLANK added as `freda convert` does.
-
-    `eos` names another token to end documents. `tokenizer.json` may be compressed with xz.
-    """
-    packed = folder / "tokenizer.json.xz"
+    """The tokenizer of a freda folder, or of another checkpoint, with BLANK added as `freda convert` does. `eos` names
+    another token to end documents. `tokenizer.json` may be compressed with xz."""
     require(folder.is_dir(), f"there is no folder {folder}; name one that holds a tokenizer.json")
     with located(folder):
-        text = _unpack(packed) if packed.is_file() else read_text(folder / "tokenizer.json")
+        packed = folder / "tokenizer.json.xz"
+        text = read_text(packed if packed.is_file() else folder / "tokenizer.json")
         settings, parsed = read_settings(folder), _parse(text)
         end = eos or token_text(settings.get("eos_token"))
         if end is None:
             raise FredaError("tokenizer_config.json names no eos_token")
-        if parsed.token_to_id(end) is None:
-            raise FredaError(f"the tokenizer has no token {end!r}, which should end documents; set prepare.eos")
+        known = parsed.token_to_id(end) is not None
+        require(known, f"the tokenizer has no token {end!r}, which should end documents; set prepare.eos")
         if parsed.token_to_id(BLANK_TEXT) is None:
             return with_blank(text, [end], settings)
         return Tokenizer(text, {**settings, "eos_token": end})
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` ids: any text encodes, and every digit is a token of its own.
-
-    The last two ids are EOS and BLANK. A corpus with too few distinct words gives a smaller table.
-    """
+    """A byte-level BPE of at most `vocab_size` ids: any text encodes, and every digit is a token of its own. The last
+    two ids are EOS and BLANK. A corpus with too few distinct words gives a smaller table."""
     least = f"{BYTES + 2} or more (all bytes, EOS, BLANK)"
     require(vocab_size >= BYTES + 2, f"a vocabulary of {vocab_size} is too small; use {least}")
     splits = tokenizers.pre_tokenizers
@@ -174,12 +161,12 @@ def with_blank(json_text: str, stops: Sequence[int | str], settings: Mapping[str
     if source.token_to_id(BLANK_TEXT) is None:
         free = first_free_id(source)
         source.add_special_tokens([tokenizers.AddedToken(BLANK_TEXT, special=True, normalized=False)])
-        if source.token_to_id(BLANK_TEXT) != free:
-            raise FredaError(f"the tokenizer's ids have gaps below {free}; {BLANK_TEXT} cannot be added behind them")
+        behind = source.token_to_id(BLANK_TEXT) == free
+        require(behind, f"the tokenizer's ids have gaps below {free}; {BLANK_TEXT} cannot be added behind them")
         json_text = source.to_str()
     texts = [source.id_to_token(stop) if isinstance(stop, int) else stop for stop in stops]
-    if not texts or None in texts:
-        raise FredaError(f"the end-of-text ids {list(stops)} are not tokens of the tokenizer; set eos_token_id")
+    known = bool(texts) and None not in texts
+    require(known, f"the end-of-text ids {list(stops)} are not tokens of the tokenizer; set eos_token_id")
     kept = {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}
     names = {"eos_token": texts[0], "pad_token": texts[0], "stop_tokens": list(dict.fromkeys(texts))}
     # The plain class reads tokenizer.json as it is; family classes of `transformers` would build their own splitting.
@@ -189,13 +176,6 @@ def with_blank(json_text: str, stops: Sequence[int | str], settings: Mapping[str
 def first_free_id(tokenizer: tokenizers.Tokenizer) -> int:
     """The id behind the last one in use. Gaps do not count: logits are cut at BLANK, so all ids must lie below it."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
-def _unpack(path: Path) -> str:
-    try:
-        return lzma.decompress(path.read_bytes()).decode("utf-8")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise FredaError(f"{path.name} cannot be read: {error}") from None
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -225,5 +205,5 @@ def _parse(json_text: str) -> tokenizers.Tokenizer:
 
 def _drawn(character: str) -> str:
     """A character as a single cell of a terminal shows it."""
-    other = " " if character.isspace() else character if character.isprintable() else UNKNOWN_PIECE
-    return DRAWN_CHARACTERS.get(character, other)
+    shown = " " if character.isspace() else character if character.isprintable() else UNKNOWN_PIECE
+    return {"\n": "⏎", "\r": "␍", "\t": "⇥"}.get(character, shown)

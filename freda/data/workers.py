@@ -32,11 +32,9 @@ Runner = Callable[[Sequence[Task]], Sequence[Outcome]]
 def runner(file: PrepareFile, root: Path, out: Path, workers: int) -> Iterator[tuple[Worker, Runner]]:
     """The worker of this process, and the function that runs the tasks of a wave."""
     worker = Worker(file, root, out)
-    if workers == 1:
-        yield worker, lambda tasks: [worker.run(task) for task in tasks]
-    else:
-        with _pool(worker, workers) as run:
-            yield worker, run
+    alone: Any = contextlib.nullcontext(lambda tasks: [worker.run(task) for task in tasks])
+    with alone if workers == 1 else _pool(worker, workers) as run:
+        yield worker, run
 
 
 _worker: Worker | None = None  # in a process of the pool
@@ -102,11 +100,8 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torchrun(file: PrepareFile, root: Path, out: Path) -> Iterator[tuple[Worker, Runner]]:
-    """Share tasks among the processes of torchrun, on one machine or on many with a shared folder.
-
-    Each process takes every world-th task of a wave; then all exchange their outcomes. Starting, restarting and
-    stopping processes is torchrun's job.
-    """
+    """Share tasks among the processes of torchrun, on one machine or on many with a shared folder: each takes every
+    world-th task of a wave; then all exchange their outcomes."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

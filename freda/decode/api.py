@@ -24,7 +24,7 @@ from freda.decode.request import Output, Pass, Request, StopMatcher, Watch, cut_
 from freda.errors import FredaError, note, require
 from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import method_named
-from freda.model.device import pick_device, pick_dtype
+from freda.model.parts import pick_device, pick_dtype
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from freda.decode.config import DecodeConfig
 from freda.decode.request import Output, Pass
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
-from freda.folders.resolve import resolve_model_folder
+from freda.folders.model_folder import resolve_model_folder
 from freda.sections import build
 
 HELP = """/reset            forget the conversation

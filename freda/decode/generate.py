@@ -26,8 +26,7 @@ from freda.decode.request import Decode, Output, Pass, Request, Sequence, Watch
 from freda.methods.draft import Candidates, Draft, merge
 from freda.methods.method import Method
 from freda.methods.state import fresh_drafts, new_state
-from freda.model.attention import make_mask
-from freda.model.masks import Tokens, clean_tokens, concat, draft_tokens
+from freda.model.attention import Tokens, clean_tokens, concat, draft_tokens, make_mask
 from freda.model.parts import Parts
 from freda.model.transformer import Forward, KeysValues
 

@@ -19,7 +19,7 @@ from freda.decode.kernels import pages, pick, prompts, rowwise, skinny
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
 from freda.decode.pages import BlockTable, ForwardShape, Pages, Pieces
-from freda.folders import quantize
+from freda.folders import tensors
 from freda.methods.draft import Prediction, Sampling
 from freda.model.config import ModelConfig
 from freda.model.transformer import Attention, Layer, Transformer
@@ -63,6 +63,11 @@ class Buffers(NamedTuple):
     queries: Tensor  # (T, heads · width), of prompts
 
 
+def _few(shape: ForwardShape) -> bool:
+    """Whether a forward has so few tokens that it waits for the weights; prompts never do."""
+    return shape.tokens <= skinny.MOST_ROWS and not shape.prompts
+
+
 def fits(model: Transformer) -> bool:
     """Whether the kernels are made for a model of this shape."""
     config = model.config
@@ -103,11 +108,11 @@ def _layer(stacked: Stacked, number: int, config: ModelConfig) -> PackedLayer:
 
 
 def in_int8(stacked: Stacked) -> Stacked:
-    """The weights with matrices of int8 and a scale for each row, as `quantize` stores them."""
+    """The weights with matrices of int8 and a scale for each row, as `folders.tensors` stores them."""
     names = Stacked._fields[:4]
-    made = quantize.packed(dict(zip(names, stacked[:4], strict=True)))
+    made = tensors.packed(dict(zip(names, stacked[:4], strict=True)))
     values = {name: skinny.packed_by_four(made[name]) for name in names}
-    return stacked._replace(**values, scales=tuple(made[name + quantize.SCALE] for name in names))
+    return stacked._replace(**values, scales=tuple(made[name + tensors.SCALE] for name in names))
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
@@ -144,14 +149,14 @@ class PackedModel:
         head = model.head_weight.detach()
         self.head = Matrix(head)
         if int8:
-            made = quantize.packed({"head": head})
-            self.head = Matrix(skinny.packed_by_four(made["head"]), made["head" + quantize.SCALE])
+            made = tensors.packed({"head": head})
+            self.head = Matrix(skinny.packed_by_four(made["head"]), made["head" + tensors.SCALE])
 
     def buffers(self, shape: ForwardShape, long: bool = False) -> Buffers:
         """Memory for a forward of this shape, over texts that are `long` or not."""
         layer, (_, width, _), kind = self.layers[0], self.stacked.out.shape, self.stacked.out.dtype
         tokens, heads, device = shape.tokens, layer.heads, self.stacked.out.device
-        few, exact = tokens <= skinny.MOST_ROWS, torch.float32
+        few, exact = _few(shape), torch.float32
 
         def empty(*sizes: int, dtype: torch.dtype = kind) -> Tensor:
             return torch.empty(sizes, device=device, dtype=dtype)
@@ -189,7 +194,7 @@ class PackedModel:
             ids, alpha = torch.cat([ids, pieces.ids.long()]), torch.cat([alpha, alpha.new_ones(shape.prompts)])
         self._embed(ids, alpha, buffers)
         pages.rotary(where, texts, self.model.inv_freq, buffers.attention)
-        if shape.tokens <= skinny.MOST_ROWS:
+        if _few(shape):
             self._run_few(where, texts, buffers)
         else:
             self._run_many(where, texts, pieces, buffers)
@@ -243,7 +248,7 @@ class PackedModel:
     def hidden(self, buffers: Buffers) -> Tensor:
         """What a forward left, after the final norm: (M, D)."""
         x, scaled, squares = buffers.stream
-        if len(x) > skinny.MOST_ROWS:
+        if not _few(buffers.attention.shape):
             return scaled
         scale = torch.rsqrt(squares.sum(0) / x.shape[1] + self.model.config.norm_eps)
         return (scaled.float() * scale[:, None]).to(scaled.dtype)
@@ -261,7 +266,7 @@ class PackedModel:
         if sampling is not None:
             assert position is not None
             found = pick.sample(self._raw_logits(tokens, buffers), blank, sampling, position)
-        elif tokens.numel() > skinny.MOST_ROWS or len(buffers.stream.x) > skinny.MOST_ROWS:
+        elif tokens.numel() > skinny.MOST_ROWS or not _few(buffers.attention.shape):
             found = pick.pick_of(self._raw_logits(tokens, buffers), blank)
         else:
             partial = pick.new_partial(tokens.numel(), blank, tokens.device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from freda.errors import require
-from freda.model.masks import Tokens, stored_tokens
+from freda.model.attention import Tokens, stored_tokens
 from freda.model.transformer import KeysValues, Transformer
 
 MOST_TOKENS = 65_536  # on a CPU, unless the number of pages is given

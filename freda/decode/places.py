@@ -47,7 +47,7 @@ from freda.model.parts import Parts
 
 FEW_TOKENS = 64  # of a forward that waits for the weights, whose time does not depend on how many they are
 FEW_ROWS, LONG = 8, 1024  # so few requests have another form of attention for texts of so many tokens
-MOST_PIECES, LEAST_FILL = 64, 64  # prompts in one forward; tokens, of which some may be padding
+MOST_PIECES, LEAST_FILL = 64, 128  # prompts in one forward; tokens, of which some may be padding
 RIDES = (128, 256, 512, 1024)  # tokens of prompts that ride along with blocks
 RECORDS = 16  # rows that are written together
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from freda.decode.pages import BlockTable, ForwardShape, PagedCache, Pages, Pieces
 from freda.methods.draft import Prediction, Sampling
 from freda.methods.method import Method
-from freda.model.attention import make_mask
-from freda.model.masks import Tokens, clean_tokens, concat, draft_tokens
+from freda.model.attention import Tokens, clean_tokens, concat, draft_tokens, make_mask
 from freda.model.parts import Parts
 from freda.model.transformer import Forward, KeysValues
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from freda.data.generators import GENERATORS
+from freda.data.mini import GENERATORS
 from freda.data.shards import Manifest
 from freda.decode.api import Model, open_model
 from freda.decode.config import DecodeConfig, EngineConfig
@@ -16,7 +16,7 @@ from freda.errors import FredaError, note, require
 from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate, result_line
 from freda.eval.tasks import TASKS, tasks_named
-from freda.folders.resolve import packaged_folder, resolve_model_folder
+from freda.folders.model_folder import packaged_folder, resolve_model_folder
 
 EVALS = Path("runs/eval")  # results of bundled models
 EVERY = 10.0  # seconds between two lines of progress in a log

@@ -33,8 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from freda.errors import require
 from freda.folders.model_folder import LoadedModel
 from freda.methods.draft import start
-from freda.model.attention import make_mask
-from freda.model.masks import clean_tokens, concat, draft_tokens
+from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
 from freda.model.transformer import Forward, Transformer
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, continuation

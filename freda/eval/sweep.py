@@ -25,7 +25,7 @@ from freda.eval.tasks import tasks_named
 from freda.eval.tasks.task import Example, Task, checksum
 from freda.eval.teacher_forcing import stability
 from freda.files import read_json, write_whole
-from freda.folders.resolve import resolve_model_folder
+from freda.folders.model_folder import resolve_model_folder
 from freda.sections import to_dict
 
 

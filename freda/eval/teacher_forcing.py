@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.data.synthetic import Problem
+from freda.data.synthetic import Item
 from freda.folders.model_folder import LoadedModel
 
 MOST_LOGITS = 1 << 28  # in one forward: 1 GiB in fp32
 NAMES = ("right", "changed", "mended", "spoiled", "kept")
 
 
-def token_accuracy(loaded: LoadedModel, problems: Sequence[Problem], passes: int) -> float:
+def token_accuracy(loaded: LoadedModel, problems: Sequence[Item], passes: int) -> float:
     """The fraction of solution tokens that are the written ones after `passes` passes over the true prefix."""
     batch, given, counted = solution_batch(loaded, [(problem.prompt, problem.document) for problem in problems])
     *_, made = loaded.method.teacher_forced(loaded.parts, batch, given, passes)

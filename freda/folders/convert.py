@@ -18,22 +18,12 @@ from freda.data.tokenizer import Tokenizer, read_settings, token_text, with_blan
 from freda.errors import require
 from freda.files import beside, located, read_json, read_text, write_json, written_beside
 from freda.folders.gguf import read_gguf
-from freda.folders.hugging_face import (
-    DTYPES,
-    EMBEDDING,
-    HEAD,
-    Checkpoint,
-    check_tensors,
-    dtype_name,
-    family_of,
-    model_config,
-)
-from freda.folders.model_folder import SCORER_FILE, About, load_model, write_files
-from freda.folders.quantize import packed
-from freda.folders.resolve import resolve_model_folder
-from freda.folders.tensors import read_safetensors, save_tensors, weight_files
+from freda.folders.hugging_face import EMBEDDING, HEAD, Checkpoint, check_tensors, dtype_name, family_of, model_config
+from freda.folders.model_folder import SCORER_FILE, About, load_model, resolve_model_folder, write_files
+from freda.folders.tensors import packed, read_safetensors, save_tensors, weight_files
 from freda.methods.autoregressive import Autoregressive
 from freda.model.config import ModelConfig
+from freda.model.parts import DTYPES
 
 INT8 = "int8"
 PRECISIONS = (*DTYPES, INT8)
@@ -77,23 +67,15 @@ def _write_checkpoint(checkpoint: Checkpoint, target: Path, block_size: int | No
     config, blank = _make_room(config, tensors, tokenizer.blank_id)
     method = Autoregressive(block_size=BLOCK_SIZE if block_size is None else block_size)
     write_files(target, config, tensors, About(tokenizer, method, "base"))
-    return {
-        "architecture": family_of(config).architecture,
-        "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "dtype": dtype_name(tensors),
-        "vocab_rows": config.vocab_size,
-        "blank_id": tokenizer.blank_id,
-        "eos_id": tokenizer.eos_id,
-        **blank,
-        "notes": "; ".join(checkpoint.notes) or "none",
-    }
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    summary = {"architecture": family_of(config).architecture, "parameters": parameters, "dtype": dtype_name(tensors)}
+    summary |= {"vocab_rows": config.vocab_size, "blank_id": tokenizer.blank_id, "eos_id": tokenizer.eos_id, **blank}
+    return {**summary, "notes": "; ".join(checkpoint.notes) or "none"}
 
 
 def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -> tuple[ModelConfig, dict[str, Any]]:
     """Give BLANK a row of the tables, the mean of the others if it is new or untrained; returns shape and summary.
-
-    Behind RMSNorm, a row near zero would hide α.
-    """
+    Behind RMSNorm, a row near zero would hide α."""
     rows = config.vocab_size
     odd = f"it has {blank_id} ids, the table {rows} rows"
     require(blank_id <= rows, f"the tokenizer does not belong to the weights: {odd}")
@@ -137,8 +119,7 @@ def _stops(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any])
 
 def _copy(folder: Path, config: dict[str, Any], target: Path, cast: torch.dtype | None) -> dict[str, Any]:
     """Write a freda model again without what training keeps beside it; `cast` changes the precision."""
-    stage = load_model(folder, "meta").stage  # checks everything but the values
-    parameters = 0
+    stage, parameters = load_model(folder, "meta").stage, 0  # checks everything but the values
     for file, paths in (("model.safetensors", weight_files(folder)), (SCORER_FILE, [*folder.glob(SCORER_FILE)])):
         tensors = read_safetensors(paths, dtype=cast)
         parameters += sum(tensor.numel() for tensor in tensors.values())

@@ -11,7 +11,6 @@ tokenizer in every version. Three things differ from a Hugging Face checkpoint a
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freda.errors import FredaError, missing_package, require
+from freda.errors import FredaError, optional, require
 from freda.folders.hugging_face import FAMILIES, Checkpoint, family_of, model_config
 from freda.model.config import ModelConfig
 from freda.model.transformer import rotary_frequencies
@@ -59,11 +58,9 @@ MODULES = {  # GGUF name: Hugging Face name
 GGUF_EMBEDDING, GGUF_HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # stored types that are not quantised
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
 INSTEAD = "convert the Hugging Face checkpoint instead"
 SAME_MATRIX = 0.98  # cosine above which two quantised matrices are copies of one
 ROWS_COMPARED = 4096
-
 ENDS = ("<|im_end|>", "<|endoftext|>")  # files of Qwen name one of them and mean both
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's token types
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -96,19 +93,13 @@ def read_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
 
 
 def _open(path: Path) -> Any:
-    try:
-        package = importlib.import_module("gguf")
-    except ImportError:
-        raise missing_package("gguf", "gguf") from None
+    package = optional("gguf", "gguf")
     try:
         reader = package.GGUFReader(path)
     except (ValueError, IndexError, OSError) as error:
         raise FredaError(f"not a whole GGUF file ({error}); download it again") from None
-    parts = reader.fields.get("split.count")
-    require(
-        parts is None or parts.contents() <= 1,
-        "one part of a split model; join all parts: llama-gguf-split --merge FIRST_PART OUT.gguf",
-    )
+    parts, advice = reader.fields.get("split.count"), "llama-gguf-split --merge FIRST_PART OUT.gguf"
+    require(parts is None or parts.contents() <= 1, f"one part of a split model; join all parts: {advice}")
     return reader
 
 
@@ -122,13 +113,8 @@ def _config(fields: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, A
     if fields.get(f"{kind}.rope.scaling.type", "none") != "none":
         values["rope_scaling"] = {"rope_type": fields[f"{kind}.rope.scaling.type"]}
     architecture = next((family.architecture for family in FAMILIES if family.model_type == kind), kind)
-    config = {
-        **values,
-        "model_type": kind,
-        "architectures": [architecture],
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": GGUF_HEAD not in stored,
-    }
+    config = {**values, "model_type": kind, "architectures": [architecture]}
+    config |= {"vocab_size": len(fields["tokenizer.ggml.tokens"]), "tie_word_embeddings": GGUF_HEAD not in stored}
     if ROPE_FACTORS in stored:
         config["rope_scaling"] = _llama3_scaling(model_config(config), _dequantised(stored[ROPE_FACTORS]))
     return config
@@ -149,14 +135,11 @@ def _llama3_scaling(config: ModelConfig, factors: Tensor) -> dict[str, Any]:
 
 def _tensors(stored: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """All weights under their Hugging Face names, cast to `dtype` one by one."""
-    reordered = {}  # modules whose rows llama.cpp reorders, and their heads
-    if family_of(config).model_type == "llama":
-        reordered = {"q_proj": config.heads, "k_proj": config.kv_heads}
+    llama = family_of(config).model_type == "llama"
+    reordered = {"q_proj": config.heads, "k_proj": config.kv_heads} if llama else {}  # llama.cpp reorders their rows
     tensors = {}
-    for gguf_name, tensor in stored.items():
-        if gguf_name == ROPE_FACTORS:
-            continue
-        name, weight = _hugging_face_name(gguf_name), _dequantised(tensor)
+    for gguf_name in (name for name in stored if name != ROPE_FACTORS):
+        name, weight = _hugging_face_name(gguf_name), _dequantised(stored[gguf_name])
         module = name.split(".")[-2:][0]
         if module in reordered:  # from neighbouring pairs to (first half, second half) of a head's rows
             pairs = weight.view(reordered[module], -1, 2, weight.shape[-1])
@@ -176,7 +159,7 @@ def _hugging_face_name(name: str) -> str:
 
 def _dequantised(tensor: Any, step: int = 1) -> Tensor:
     """Every `step`-th row of a stored tensor as float32."""
-    quants = importlib.import_module("gguf.quants")
+    quants = optional("gguf.quants", "gguf")
     try:
         values = quants.dequantize(np.ascontiguousarray(tensor.data[::step]), tensor.tensor_type)
     except NotImplementedError:

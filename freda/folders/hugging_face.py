@@ -13,7 +13,7 @@ from torch import Tensor
 
 from freda.errors import FredaError, require
 from freda.model.config import LLAMA3_SCALING, ModelConfig
-from freda.model.device import DTYPES as DTYPES
+from freda.model.parts import DTYPES
 from freda.model.transformer import Transformer
 
 TRANSFORMERS = "5.17.0"  # the format of config.json; without it, newer versions warn of a wrong tokenizer

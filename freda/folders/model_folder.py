@@ -8,10 +8,15 @@
 A folder is written beside its place and renamed, so whatever stands under its name is whole. Loading checks everything
 that could make a model silently wrong: every tensor must be there in its shape, and the tokenizer must be the one the
 weights were trained with.
+
+A model bundled with the package is a folder in `freda/assets`. Its name stands for it wherever a model folder can be
+named: `freda generate mini`, `freda.load("mini")`, `train.init = "mini"`. A model or run folder of that name in the
+current folder takes precedence.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,10 +25,9 @@ import torch
 from torch import Tensor
 
 from freda.data.tokenizer import Tokenizer
-from freda.errors import require
-from freda.files import located, read_json, write_json, written_beside
+from freda.errors import FredaError, require
+from freda.files import located, read_json, read_text, write_json
 from freda.folders.hugging_face import check_tensors, dtype_name, hugging_face_config, hugging_face_name, model_config
-from freda.folders.resolve import resolve_model_folder
 from freda.folders.tensors import fill_parts, read_safetensors, save_tensors, weight_files
 from freda.methods import METHODS
 from freda.methods.method import Method
@@ -33,6 +37,8 @@ from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, rotary_frequencies
 
 SCORER_FILE = "scorer.safetensors"
+ASSETS = Path(__file__).parent.parent / "assets"
+MARKS = ("config.json", "latest", "checkpoints")  # what a model folder or a run folder has
 M = TypeVar("M", Transformer, Scorer)
 
 
@@ -63,14 +69,65 @@ class LoadedModel(NamedTuple):
         return self.parts.scorer
 
 
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def packaged() -> list[str]:
+    """Names of the bundled models; an install may have none."""
+    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
+
+
+def packaged_folder(path: Path) -> Path | None:
+    """The folder of the bundled model that `path` names; None if it names a folder of the user's."""
+    own = any((path / mark).exists() for mark in MARKS)
+    return ASSETS / path.name if not own and str(path) in packaged() else None
+
+
+def model_path(path: Path) -> Path:
+    """`path`, or the folder of the bundled model of that name."""
+    return packaged_folder(path) or path
+
+
+def resolve_model_folder(path: Path) -> Path:
+    """The model folder that `path` means: itself, the newest checkpoint of a run folder, or a bundled model's."""
+    path = model_path(path)
+    if not path.exists():
+        raise missing_model(path)
+    if path.is_file():
+        advice = f"run: freda convert {path} TARGET" if path.suffix == ".gguf" else "name a model folder"
+        raise FredaError(f"{path} is a file, not a model folder; {advice}")
+    if (path / "config.json").is_file():
+        return path
+    if (path / "latest").is_file():
+        name = read_text(path / "latest").strip()
+        folder = path / "checkpoints" / name
+        if not (name and folder.is_dir()):
+            raise FredaError(f"{path / 'latest'} names the checkpoint {name!r}, but there is no folder {folder}")
+        return folder
+    if (path / "checkpoints").is_dir():
+        raise FredaError(f"the run {path} has no finished checkpoint yet; let it train until it saves one")
+    file = min(path.glob("*.gguf"), default=None)
+    advice = "" if file is None else f"; convert its GGUF file: freda convert {file} TARGET"
+    raise FredaError(f"{path} is not a model folder: it has no config.json{advice}")
+
+
+def missing_model(path: Path) -> FredaError:
+    """The error for a model that is not on this machine; a name like `Qwen/Qwen3-0.6B` gets the download commands."""
+    bundled = ", ".join(packaged()) or "none in this install"
+    problem = f"there is no model {path}; name a model folder, a run folder or a bundled model ({bundled})"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.parent.is_dir():
+        return FredaError(problem)
+    local = Path("models") / path.name.lower()
+    commands = f"hf download {path} --local-dir {local}, then: freda convert {local} {local}-freda"
+    return FredaError(f"{problem}; for the model of that name on the Hugging Face Hub run: {commands}")
+
+
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """The model in a model or run folder, every tensor read from it: nothing is left at a random value.
-
-    On the device `meta` it has all but values: everything is checked, and `fill_part` reads what a process holds.
-    """
+    """The model in a model or run folder, every tensor read from it: nothing is left at a random value. On the device
+    `meta` it has all but values: everything is checked, and `fill_part` reads what a process holds."""
     folder = resolve_model_folder(path)
     with located(folder):
         values = read_json(folder / "config.json")
@@ -85,9 +142,8 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
         with torch.device("meta"):
             backbone = Transformer(config, tokenizer.blank_id)
         _filled(backbone, config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
-        scorer, path = None, folder / SCORER_FILE
-        if path.is_file():
-            scorer = _load_scorer(path, config, device, dtype)
+        path = folder / SCORER_FILE
+        scorer = _load_scorer(path, config, device, dtype) if path.is_file() else None
     return LoadedModel(Parts(backbone, scorer), tokenizer, method, str(section["stage"]))
 
 
@@ -118,11 +174,9 @@ def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dt
     tensors = read_safetensors([path], device, dtype)
     with torch.device("meta"):
         scorer = Scorer(config, last_layer=any(name.startswith("last_layer.") for name in tensors))
-    expected, found = (
-        {name: tuple(tensor.shape) for name, tensor in state.items()} for state in (scorer.state_dict(), tensors)
-    )
-    for name in sorted(expected.keys() | found.keys()):
-        wanted, seen = expected.get(name, "none"), found.get(name, "none")
+    expected = scorer.state_dict()
+    for name in sorted(expected.keys() | tensors.keys()):
+        wanted, seen = (tuple(state[name].shape) if name in state else "none" for state in (expected, tensors))
         problem = f"{path.name} does not belong to the model: {name} has shape {seen}, the model needs {wanted}"
         require(wanted == seen, f"{problem}; train the scorer again")
     return _filled(scorer, config, tensors)
@@ -130,8 +184,8 @@ def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dt
 
 def _method(section: Mapping[str, Any]) -> Method:
     """The method that the `freda` section names, with the settings stored there."""
-    for key in ("blank_token_id", "method", "stage"):
-        require(key in section, f"the freda section of config.json has no {key}; write the model again")
+    missing = {"blank_token_id", "method", "stage"} - section.keys()
+    require(not missing, f"the freda section of config.json has no {', '.join(sorted(missing))}; write the model again")
     name = section["method"]
     require(name in METHODS, f"config.json names the method {name!r}; this version has {', '.join(METHODS)}")
     return METHODS[name].restored(section)
@@ -151,18 +205,6 @@ def _check_tokenizer(tokenizer: Tokenizer, section: Mapping[str, Any], config: M
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
-
-
-def save_model(folder: Path, loaded: LoadedModel, *, dtype: torch.dtype | None = None, replace: bool = False) -> None:
-    """Write a model folder; `dtype` casts the weights. An existing folder is an error unless it may be replaced."""
-    with written_beside(folder, replace) as temporary:
-        for part, module in loaded.parts.named_children():
-            state = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
-            if part == BACKBONE:
-                tensors = {hugging_face_name(name): tensor.contiguous() for name, tensor in state.items()}
-                write_files(temporary, loaded.backbone.config, tensors, About(*loaded[1:]))
-            else:
-                save_tensors(state, temporary / part_file(part))
 
 
 def write_files(

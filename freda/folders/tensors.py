@@ -1,4 +1,9 @@
-"""Tensors of safetensors files: all of them, what they are without their values, or the rows that a process holds."""
+"""Tensors of safetensors files: all of them, what they are without their values, or the rows that a process holds.
+
+A matrix may be stored as int8, a quarter of the bytes of fp32: each row has a scale of its own, its largest magnitude
+over 127, and a weight is off by at most half a step of it. The int8 matrix has the weight's name, and its scales have
+that name with `.int8_scale` added. Vectors (norms, biases) stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,9 @@ from torch import Tensor
 
 from freda.errors import FredaError, require
 from freda.files import read_json
-from freda.folders.quantize import SCALE, stays_packed, unpacked
 from freda.model.parts import Part
+
+SCALE = ".int8_scale"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -24,11 +30,10 @@ def weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
-    require(
-        index.is_file() or not any(folder.glob("pytorch_model*.bin")),
-        "its weights are a pickle (pytorch_model.bin), which is never read because it can run code; "
-        "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)",
-    )
+    advice = "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+    pickled = not index.is_file() and any(folder.glob("pytorch_model*.bin"))
+    seen = "its weights are a pickle (pytorch_model.bin), which is never read because it can run code"
+    require(not pickled, f"{seen}; {advice}")
     require(index.is_file(), "half-written: model.safetensors is missing; write or download the folder again")
     names = sorted(set(read_json(index).get("weight_map", {}).values())) or ["weight_map"]
     missing = next((name for name in names if not (folder / name).is_file()), None)
@@ -47,7 +52,8 @@ def read_safetensors(
         with _readable(path), safe_open(path, framework="pt", device="cpu" if described else str(device)) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 tensor = _described(file.get_slice(name)) if described else file.get_tensor(name)
-                tensors[name] = tensor if stays_packed(name, tensor) else tensor.to(dtype=dtype)
+                int8 = tensor.dtype == torch.int8 or name.endswith(SCALE)  # not cast before both are combined
+                tensors[name] = tensor if int8 else tensor.to(dtype=dtype)
     found = unpacked(tensors, dtype)
     return {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
 
@@ -95,3 +101,26 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise FredaError(f"{path.name} is damaged or half-written ({error}); write or download it again") from None
+
+
+# -- int8 -------------------------------------------------------------------------------------------------------------
+
+
+def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with their matrices as int8."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        made[name] = tensor
+        if tensor.dim() > 1:
+            scale = tensor.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+            made[name] = (tensor.float() / scale).round().clamp(-127, 127).to(torch.int8)
+            made[name + SCALE] = scale[..., 0]
+    return made
+
+
+def unpacked(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The weights that packed tensors represent; the other tensors, and int8 matrices without scales, are unchanged."""
+    made = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
+    for name in made.keys() & {key.removesuffix(SCALE) for key in tensors.keys() - made.keys()}:
+        made[name] = (made[name].float() * tensors[name + SCALE][..., None]).to(dtype or torch.float32)
+    return made

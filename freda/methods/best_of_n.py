@@ -25,9 +25,8 @@ from freda.methods.method import Method, Step, Work
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import Refining
 from freda.methods.state import DecodeState, Limits
-from freda.model.attention import make_mask
+from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
 from freda.model.head import Logits
-from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Forward

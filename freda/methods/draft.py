@@ -18,9 +18,8 @@ from torch import Tensor
 
 from freda.data.loader import Batch
 from freda.methods.noise import Purpose, gumbel
-from freda.model.attention import Mask, make_mask
+from freda.model.attention import Mask, clean_tokens, concat, draft_tokens, make_mask
 from freda.model.head import Logits
-from freda.model.masks import clean_tokens, concat, draft_tokens
 from freda.model.staircase import Staircase, fits
 from freda.model.transformer import KeysValues, Transformer
 

@@ -1,17 +1,31 @@
-"""Attention over a mask given by token vectors: three backends, one answer.
+"""Who may see whom, one rule over four numbers per token, and attention by it.
 
-`sdpa` builds the dense mask and works everywhere, backward included. `flex` evaluates `masks.visible` from the vectors
-inside the kernel, tile by tile, and skips tiles in which nothing is visible; on CPU it has no backward. Finding those
-tiles is compiled too where the mask is large: 0.4 instead of 31 ms for 4,096 drafted tokens over 8,192 keys on an H200,
-and no dense mask. `staircase` needs no mask for whole rows of one document; other rows are flex's on CUDA and, so that
-they have a backward, dense elsewhere.
+Every forward of `freda` (autoregressive, clean text, drafts beside clean text, candidates, decoding over a cache) uses
+`visible` and nothing else. A token is described by
+
+    stream      CLEAN (committed text) or DRAFT (a block being refined)
+    document    which document of a packed row it belongs to; padding is -1
+    block       index of its block, counted from the start of its document
+    candidate   which of several packed drafts of the same block it belongs to (0 when there is one)
+
+and the rule of the paper (figure attn-mask-design) reads: a clean token sees the clean tokens of its own and earlier
+blocks; a draft token sees its own block of its own candidate and the clean tokens of strictly earlier blocks; nobody
+sees another document, and clean text never sees a draft. With one token per block the clean rule is the causal mask.
+
+Padding sees padding: a row that saw nothing would be NaN, and what it computes is never used.
+
+Three backends give one answer. `sdpa` builds the dense mask and works everywhere, backward included. `flex` evaluates
+`visible` inside the kernel, tile by tile, and skips tiles in which nothing is visible; on CPU it has no backward.
+Finding those tiles is compiled too where the mask is large: 0.4 instead of 31 ms for 4,096 drafted tokens over 8,192
+keys on an H200, and no dense mask. `staircase` needs no mask for whole rows of one document; other rows are flex's on
+CUDA and, so that they have a backward, dense elsewhere.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +33,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from freda.errors import require
-from freda.model import masks
-from freda.model.masks import Tokens
 from freda.model.staircase import Staircase, attend_rows
 
+CLEAN, DRAFT = 0, 1
 Backend = Literal["sdpa", "flex", "staircase"]
 Mask = Tensor | BlockMask | Staircase
 Pair = tuple[Tensor, Tensor]  # keys and values
@@ -32,19 +45,66 @@ FLEX_OPTIONS = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "b
 FLEX_OPTIONS |= {"bwd_num_warps": 8, "bwd_num_stages": 3}
 
 
+class Tokens(NamedTuple):
+    """The four numbers of every token of a batch, each (R, T) int32."""
+
+    stream: Tensor
+    document: Tensor
+    block: Tensor
+    candidate: Tensor
+
+
+def clean_tokens(document: Tensor, position: Tensor, block_size: int) -> Tokens:
+    """Vectors of committed text. `document` and `position` are (R, T); positions restart in each document."""
+    block = (position // block_size).int()
+    zero = torch.zeros_like(block)
+    return Tokens(zero + CLEAN, document.int(), block, zero)
+
+
+def stored_tokens(lengths: Tensor, block_size: int) -> Tokens:
+    """Vectors of committed text of R requests, each as long as its entry of `lengths`, up to the longest: (R, K)."""
+    position = torch.arange(int(lengths.max()), device=lengths.device).expand(len(lengths), -1)
+    return clean_tokens(torch.where(position < lengths[:, None], 0, -1), position, block_size)
+
+
+def draft_tokens(document: Tensor, position: Tensor, block_size: int, candidate: Tensor | None = None) -> Tokens:
+    """Vectors of a draft; `candidate` (R, T) tells packed drafts of one block apart."""
+    _, document, block, zero = clean_tokens(document, position, block_size)
+    return Tokens(zero + DRAFT, document, block, zero if candidate is None else candidate.int())
+
+
+def concat(*parts: Tokens) -> Tokens:
+    """Tokens side by side in one row."""
+    return Tokens(*(torch.cat(vectors, dim=1) for vectors in zip(*parts, strict=True)))
+
+
+def visible(query: Tokens, key: Tokens) -> Tensor:
+    """Whether `query` may see `key`: elementwise with broadcasting, so dense and flex attention share it."""
+    same_document = query.document == key.document
+    clean_key = (key.stream == CLEAN) & (key.block < query.block + (query.stream == CLEAN).int())
+    drafts = (key.stream == DRAFT) & (query.stream == DRAFT)
+    own_draft = drafts & (key.block == query.block) & (key.candidate == query.candidate)
+    return same_document & (clean_key | own_draft)
+
+
+def dense(query: Tokens, key: Tokens) -> Tensor:
+    """The whole mask, (R, Q, K) bool: the plain twin of the flex mask, and the mask of SDPA."""
+    return visible(Tokens(*(v[:, :, None] for v in query)), Tokens(*(v[:, None, :] for v in key)))
+
+
 def make_mask(query: Tokens, key: Tokens, backend: Backend) -> Mask:
     """The mask of one forward, built once and shared by all layers."""
     if backend == "sdpa" or (backend == "staircase" and not query.document.is_cuda):
-        return masks.dense(query, key)[:, None]  # (R, 1, Q, K)
+        return dense(query, key)[:, None]  # (R, 1, Q, K)
 
-    def visible(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return masks.visible(Tokens(*(v[row, q] for v in query)), Tokens(*(v[row, k] for v in key)))
+    def rule(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible(Tokens(*(v[row, q] for v in query)), Tokens(*(v[row, k] for v in key)))
 
     (rows, queries), keys = query.document.shape, key.document.shape[1]
     # Small masks of ever new sizes are found faster by evaluating the rule densely than by compiling for each size.
     large = query.document.is_cuda and rows * queries * keys >= LARGE_MASK
     find_tiles = _compiled(create_block_mask) if large else create_block_mask
-    mask: BlockMask = find_tiles(visible, rows, None, queries, keys, device=query.document.device)
+    mask: BlockMask = find_tiles(rule, rows, None, queries, keys, device=query.document.device)
     return mask
 
 

@@ -1,4 +1,4 @@
-"""The parts of a model, beside each other: the backbone, and what a method adds to it.
+"""The parts of a model, beside each other (the backbone, and what a method adds to it), and where they run.
 
 A part is a module with a file of its own in the model folder and a name of its own in a checkpoint. The Transformer
 knows nothing of the others.
@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from freda.errors import require
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 
 BACKBONE = "backbone"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Part(NamedTuple):
@@ -68,3 +70,19 @@ class Parts(nn.Module):
 def stored_name(part: str, name: str) -> str:
     """A weight's name among those of all parts: the backbone's names stand alone."""
     return name if part == BACKBONE else f"{part}.{name}"
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of this name; `auto` is CUDA where a GPU is visible."""
+    require(name in ("auto", "cpu", "cuda"), f"there is no device {name!r}; use auto, cpu or cuda")
+    visible = torch.cuda.is_available()
+    require(name != "cuda" or visible, "the device is cuda, but no GPU is visible; use auto or cpu")
+    return torch.device("cuda" if visible and name != "cpu" else "cpu")
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The precision of this name; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    require(name == "auto" or name in DTYPES, f"there is no dtype {name!r}; use one of auto, {', '.join(DTYPES)}")
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]

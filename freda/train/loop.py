@@ -26,8 +26,7 @@ from torch import Tensor
 from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
 from freda.errors import AgreedError, FredaError, note, require
 from freda.files import write_whole
-from freda.folders.model_folder import About
-from freda.folders.resolve import model_path
+from freda.folders.model_folder import About, model_path
 from freda.methods.method import Step, counted
 from freda.train import checkpoint
 from freda.train import config as config_module

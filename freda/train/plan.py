@@ -12,7 +12,7 @@ from pathlib import Path
 from freda.errors import FredaError, require
 from freda.files import read_json
 from freda.folders.hugging_face import model_config
-from freda.folders.resolve import resolve_model_folder
+from freda.folders.model_folder import resolve_model_folder
 from freda.methods.method import visible_pairs
 from freda.model.config import ModelConfig, all_parameters
 from freda.model.shapes import SHAPES

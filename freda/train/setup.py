@@ -17,13 +17,11 @@ from freda.bench.rates import matmul_rate
 from freda.data.loader import Loader, Prefetcher, rank_rows
 from freda.data.tokenizer import Tokenizer
 from freda.errors import require
-from freda.folders.model_folder import fill_part, load_model
-from freda.folders.resolve import resolve_model_folder
+from freda.folders.model_folder import fill_part, load_model, resolve_model_folder
 from freda.methods.method import Method
 from freda.model.attention import pick_backend
 from freda.model.config import ModelConfig
-from freda.model.device import pick_device
-from freda.model.parts import BACKBONE, Parts
+from freda.model.parts import BACKBONE, Parts, pick_device
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, rotary_frequencies
 from freda.train.config import RunConfig

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from freda.data.config import CorpusConfig
-from freda.data.generators import settings_in
-from freda.data.mini import MiniKind, questions_of
+from freda.data.mini import MiniKind, questions_of, settings_in
 from freda.data.mini_code import tests_of
 from freda.data.synthetic import ANSWER, final_answer, problems_of
 from freda.errors import require
@@ -27,7 +26,7 @@ def load_sums(folder: Path, count: int) -> list[Example]:
     """The first sums of the test split."""
     problems = problems_of(CorpusConfig(**settings_in(_shards(folder), "sums")), "test")
     return [
-        Example(f"sums/{number}", problem.prompt, str(problem.answer), {"solution": f" {problem.solution}"})
+        Example(f"sums/{number}", problem.prompt, problem.answer, {"solution": problem.solution})
         for number, problem in enumerate(itertools.islice(problems, count))
     ]
 
