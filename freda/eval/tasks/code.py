@@ -120,9 +120,8 @@ def humaneval_program(row: Mapping[str, Any], completion: str) -> tuple[str, str
 
 def humanevalplus_program(row: Mapping[str, Any], completion: str) -> tuple[str, str]:
     """Prompt and completion; a comparison with the reference on all inputs of the row."""
-    inputs = json.dumps([*row["base_input"], *row["plus_input"]])
+    inputs, name = json.dumps([*row["base_input"], *row["plus_input"]]), row["entry_point"]
     reference = row["prompt"] + row["canonical_solution"]
-    name = row["entry_point"]
     call = f"_freda_check({name}, {reference!r}, {inputs!r}, {name!r}, {row['atol']!r})\n"
     return row["prompt"] + completion, PLUS_TESTS + call
 

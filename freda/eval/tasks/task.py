@@ -61,8 +61,7 @@ class Task:
 
     def examples(self, folder: Path, limit: int = 0, *, unpublished: bool = False) -> list[Example]:
         """The first `limit` questions in a data folder, or all if it is 0; those that are not the published ones are
-        refused unless `unpublished` is set. A missing package of the grader is reported before anything is generated.
-        """
+        refused unless `unpublished` is set."""
         self.check_installed()
         examples = self.load(folder, self.rows)
         found = checksum(examples)
