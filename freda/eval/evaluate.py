@@ -148,7 +148,7 @@ def _choose(model: Model, task: Task, examples: Sequence[Example], settings: Dec
         choices.append(token)
     for first in range(0, len(examples), size):
         contexts = [encode(example.prompt) for example in examples[first : first + size]]
-        scores = choice_log_probs(model.loaded, contexts, [choices] * len(contexts)).tolist()
+        scores = choice_log_probs(model.loaded, contexts, choices).tolist()
         for index, row in enumerate(scores, start=first):
             best = task.choices[max(range(len(row)), key=row.__getitem__)]
             yield index, {"output": best, "tokens": 1, "nfe": 1, "finish": "choice", "error": "", "log_probs": row}
