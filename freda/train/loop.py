@@ -56,11 +56,9 @@ def resume_run(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
     require(folder.is_dir(), f"there is no run folder {folder}")
     require((folder / "config.toml").is_file(), f"{folder} is not a run folder: it has no config.toml")
     for override in overrides:
-        require(
-            override.partition("=")[0].strip() == "train.steps",
-            f"--set {override}: a resumed run keeps its settings, except for a larger train.steps; "
-            f"for other settings start a new run with train.init={folder}",
-        )
+        kept = f"--set {override}: a resumed run keeps its settings, except for a larger train.steps"
+        steps_alone = override.partition("=")[0].strip() == "train.steps"
+        require(steps_alone, f"{kept}; for other settings start a new run with train.init={folder}")
     before, config = (config_module.load_stored(folder / "config.toml", more) for more in ((), overrides))
     steps, asked = before.train.steps, config.train.steps
     require(asked >= steps, f"train.steps is {asked}, but the run {folder} has {steps}; use a larger number")
@@ -84,19 +82,15 @@ def train(
     done = 0 if saved is None else checkpoint.steps_done(saved)
     if saved is not None and done >= config.train.steps:
         if ranks.first:
-            note(
-                f"{folder} is already finished, at step {done}; to extend it: freda train --resume {folder} --set "
-                f"train.steps=N with N above {done}; to train from it with other settings: train.init={folder} in a "
-                f"new run"
-            )
+            more = f"freda train --resume {folder} --set train.steps=N with N above {done}"
+            other = f"to train from it with other settings: train.init={folder} in a new run"
+            note(f"{folder} is already finished, at step {done}; to extend it: {more}; {other}")
         return Result(saved, done, "", {}, 0.0)
     run = setup(config, saved, ranks)  # before the folder is made: a wrong config leaves nothing behind
     if saved is not None:
         checkpoint.restore(saved, run.parts, run.optimizer, ranks)
     ranks.agree(lambda: prepare_folder(run.config))
-    write = ranks.agree(
-        lambda: metrics_writer(run.config, folder, steps_done=done) if ranks.first else lambda numbers: None
-    )
+    write = ranks.agree(lambda: metrics_writer(run.config, folder, done) if ranks.first else lambda numbers: None)
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
     saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), ranks, keep=config.train.keep)
     with line, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
@@ -105,10 +99,9 @@ def train(
 
 def _check_unused(folder: Path) -> None:
     """A new run must not mix with what is there."""
-    require(
-        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
-        f"{folder} is not empty; resume it with: freda train --resume {folder}, or choose another folder",
-    )
+    unused = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    hint = f"resume it with: freda train --resume {folder}, or choose another folder"
+    require(unused, f"{folder} is not empty; {hint}")
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -119,7 +112,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _run_steps(
-    run: Run, saver: checkpoint.Saver, done: int, line: ProgressLine, stop: list[str], write: Callable[[Any], None]
+    run: Run, saver: checkpoint.Saver, done: int, line: ProgressLine, stop: list[int], write: Callable[[Any], None]
 ) -> Result:
     """Steps, and what is due after them; whatever ends the run, its last state is saved."""
     config, first, begun = run.config.train, done, time.perf_counter()
@@ -159,13 +152,12 @@ def _run_steps(
     return Result(saved, done, interrupted, validation, time.perf_counter() - begun)
 
 
-def _interruption(run: Run, saver: checkpoint.Saver, stop: list[str]) -> str:
+def _interruption(run: Run, saver: checkpoint.Saver, stop: list[int]) -> str:
     """The signal that ends the run on all ranks, or nothing; a checkpoint that could not be written ends it too."""
-    own = signal.Signals[stop[0]].value if stop else 0
-    told = run.ranks.tell([own, saver.failed])
-    if any(failed for _, failed in told):
+    told = run.ranks.tell([stop[0] if stop else 0, saver.failed])
+    number, failed = map(max, zip(*told, strict=True))
+    if failed:
         saver.wait()  # raises
-    number = max(number for number, _ in told)
     return signal.Signals(number).name if number else ""
 
 
@@ -280,17 +272,16 @@ def _require_finite(run: Run, step: int, losses: list[list[float]], norm: float,
     bad = [place for place, loss in by_place.items() if not math.isfinite(loss)]
     if math.isfinite(norm) and not bad:
         return
-    config = run.config.train
-    rows, where = range(config.batch_rows), ""
+    config, where = run.config.train, f"step {step}"
+    rows = range(config.batch_rows)
     if bad:
         rank, group = bad[0]
         rows = rank_rows(config.batch_rows, config.group_rows, rank=rank, world=run.ranks.world)[group]
-        where = f", rank {rank}"
+        where += f", rank {rank}"
     start = run.config.data.first_row + step * config.batch_rows
-    raise AgreedError(
-        f"loss {sum(by_place.values()) / labels} and gradient norm {norm} at step {step}{where}, "
-        f"rows {start + rows[0]} to {start + rows[-1]}: stopped before the update; lower train.lr or look at these rows"
-    )
+    where += f", rows {start + rows[0]} to {start + rows[-1]}"
+    odd = f"loss {sum(by_place.values()) / labels} and gradient norm {norm} at {where}"
+    raise AgreedError(f"{odd}: stopped before the update; lower train.lr or look at these rows")
 
 
 @torch.no_grad()
@@ -327,14 +318,13 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[list[str]]:
+def _stop_signals() -> Iterator[list[int]]:
     """A list that fills when SIGINT or SIGTERM arrives. A second Ctrl-C acts as usual; SIGTERM may come twice, from a
     scheduler and from torchrun."""
-    caught: list[str] = []
-    previous: dict[int, Any] = {}
+    caught, previous = list[int](), dict[int, Any]()
 
     def remember(number: int, frame: FrameType | None) -> None:
-        caught.append(signal.Signals(number).name)
+        caught.append(number)
         if number == signal.SIGINT:
             signal.signal(number, previous[number])
 
