@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from freda.errors import missing_package, note
+from freda.errors import note
 from freda.eval.report import published, tables
 from freda.eval.report.points import NEVER, OVERALL, Score, Sweep, read_sweep
-from freda.eval.report.tables import envelope, papers_panels, pareto_panels, pareto_scores
+from freda.eval.report.tables import envelope, papers_panels, pareto_panels
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # safe for colour blindness
 RESERVED = ("autoregressive", "block-diffusion", "self-refine", "best-of-n")  # systems with a colour of their own
@@ -44,14 +44,13 @@ LEGEND_ENTRY = 1.45
 def draw_sweep(source: Path, out: Path) -> list[Path]:
     """Write the tables and figures of a sweep; returns their paths. Without matplotlib, which a machine that only
     measures may not have, the tables alone."""
-    sweep = Sweep(read_sweep(source))
-    out.mkdir(parents=True, exist_ok=True)
-    files: dict[Path, str] = {}
+    sweep, files = Sweep(read_sweep(source)), dict[Path, str]()
     for part in sweep.config.parts:
         made = [table(sweep) for table in tables.TABLES[part]]
         for name, table in zip((part, f"{part}-summary"), made, strict=False):
             files[out / f"{name}.csv"] = tables.as_csv(table)
         files[out / f"{part}.md"] = "\n".join(map(tables.as_markdown, made))
+    out.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     if find_spec("matplotlib") is None:
@@ -64,22 +63,18 @@ def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:
     """Draw a part of the sweep as PNG and SVG; nothing where there is nothing to draw."""
     if part != "main" and not sweep.panels():
         return []  # likelihoods have no passes, thresholds or candidates
-    try:
-        import matplotlib
-    except ImportError:
-        raise missing_package("matplotlib", "plot") from None
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.switch_backend("Agg")
     with plt.rc_context(STYLE):
         figure = DRAWINGS[part](plt, sweep)
         if figure is None:
             return []
-        paths = [folder / f"{part}.{kind}" for kind in ("png", "svg")]
-        figure.savefig(paths[0], dpi=200, metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None, "Creator": None})
+        png, svg = folder / f"{part}.png", folder / f"{part}.svg"
+        figure.savefig(png, dpi=200, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
         plt.close(figure)
-    return paths
+    return [png, svg]
 
 
 def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[Any]]:
@@ -94,10 +89,8 @@ def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[A
 
 
 def _finish(figure: Any, axes: Sequence[Any], label: str, height: str = "right answers (%)") -> Any:
-    """Label the axes, keep percent near 100 and below, and put one legend above all panels.
-
-    An axis covers at least two points, so that differences of next to nothing look like it.
-    """
+    """Label the axes, keep percent near 100 and below, and put one legend above all panels. An axis covers at least two
+    points, so that differences of next to nothing look like it."""
     for axis in axes:
         axis.set_xlabel(label)
         bottom, top = axis.get_ylim()
@@ -178,7 +171,7 @@ def passes_figure(plt: Any, sweep: Sweep) -> Any:
     def curves(axis: Any, panel: str) -> None:
         best: dict[int, float] = {}
         for system in sweep.systems:
-            known = [(s.passes, score) for s, score in sweep.scores(system, panel, sweep.settings("passes", system))]
+            known = [(setting.passes, score) for setting, score in sweep.scores("passes", system, panel)]
             if not known:
                 _level(axis, sweep, system, panel)
             _curve(axis, known, **look_of(sweep, system))
@@ -202,7 +195,7 @@ def pareto_figure(plt: Any, sweep: Sweep) -> Any:
     figure, axes = _panels(plt, panels, rows=-(-len(panels) // 4))
     for axis, panel in zip(axes, panels, strict=True):
         for system in sweep.systems:
-            scores, look = [score for _, score in pareto_scores(sweep, system, panel)], look_of(sweep, system)
+            scores, look = [score for _, score in sweep.scores("pareto", system, panel)], look_of(sweep, system)
             best = envelope(scores)
             axis.scatter([s.tpf for s in scores], [s.accuracy for s in scores], s=9, color=look["color"], alpha=0.25)
             axis.plot([s.tpf for s in best], [s.accuracy for s in best], **look)
@@ -219,18 +212,14 @@ def stability_figure(plt: Any, sweep: Sweep) -> Any:
     figure, axes = _panels(plt, ("Right tokens", "Changed by a pass", "Clean draft kept"))
     tasks = list(dict.fromkeys(found["task"] for found in sweep.stability))
     dashes = dict(zip(tasks, itertools.cycle(DASHES), strict=False))
-    for found in sweep.stability:
-        if found["model"] > 0:
-            continue  # the first seed stands for all: the table has every one
-        system, task = found["system"], found["task"]
-        passes = [row["pass"] for row in found["rows"]]
-        look = look_of(sweep, system) | {"linestyle": dashes[task]}
-        look["label"] = system if len(tasks) == 1 else f"{system}, {task}"
-        for axis, name in zip(axes, ("right", "mended", "kept"), strict=True):
-            first = 1 if name == "mended" else 0  # the first pass fills blanks
-            axis.plot(passes[first:], [100 * row[name] for row in found["rows"]][first:], **look)
-        spoiled = [100 * row["spoiled"] for row in found["rows"]][1:]
-        axes[1].plot(passes[1:], spoiled, **(look | {"label": None, "alpha": 0.45, "markerfacecolor": "white"}))
+    spoiled = {"label": None, "alpha": 0.45, "markerfacecolor": "white"}
+    for found in (found for found in sweep.stability if found["model"] == 0):  # one seed; the table has every one
+        label = found["system"] if len(tasks) == 1 else f"{found['system']}, {found['task']}"
+        look = look_of(sweep, found["system"]) | {"linestyle": dashes[found["task"]], "label": label}
+        lines = ((0, "right", look), (1, "mended", look), (2, "kept", look), (1, "spoiled", look | spoiled))
+        for place, name, own in lines:
+            rows = found["rows"][place % 2 :]  # the first pass changes nothing: it fills blanks
+            axes[place].plot([row["pass"] for row in rows], [100 * row[name] for row in rows], **own)
     axes[1].annotate("filled: mended, open: spoiled", (0.98, 0.95), xycoords="axes fraction", ha="right", fontsize=7.5)
     for axis in axes:
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -246,8 +235,8 @@ def tau_figure(plt: Any, sweep: Sweep) -> Any:
     def curves(axis: Any, panel: str) -> None:
         for system in sweep.systems:
             if sweep.decoding[system].scores:
-                known = sweep.scores(system, panel, sweep.settings("tau", system))
-                _curve(axis, [(s.tau, score) for s, score in known], **look_of(sweep, system))
+                known = sweep.scores("tau", system, panel)
+                _curve(axis, [(setting.tau, score) for setting, score in known], **look_of(sweep, system))
             elif sweep.decoding[system].refines:
                 _level(axis, sweep, system, panel)
         if panel in papers_panels(sweep):
@@ -266,8 +255,8 @@ def width_figure(plt: Any, sweep: Sweep) -> Any:
 
     def curves(axis: Any, panel: str) -> None:
         for system in scoring:
-            known = sweep.scores(system, panel, settings := sweep.settings("width", system))
-            for number, passes in enumerate(dict.fromkeys(setting.passes for setting in settings)):
+            known = sweep.scores("width", system, panel)
+            for number, passes in enumerate(dict.fromkeys(setting.passes for setting, _ in known)):
                 look = look_of(sweep, system) | {"label": f"{system}, {passes} passes", "marker": MARKERS[number]}
                 look["linestyle"] = DASHES[number % len(DASHES)]
                 _curve(axis, [(s.width, score) for s, score in known if s.passes == passes], **look)
