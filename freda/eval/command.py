@@ -92,14 +92,13 @@ def evaluate_tasks(job: EvalJob) -> None:
 
 def ask_by_harness(job: EvalJob) -> None:
     """Let lm-evaluation-harness ask tasks of its own; a line on stdout for each."""
-    from freda.eval.harness import check_installed, harness_line, run_task
+    from freda.eval.harness import check_installed, harness_line, make_lm, run_task
 
     check_installed()
     model = job.load()
     for name in job.tasks:
-        place, show = job.place(name), progress(f"{name} by lm_eval")
-        found = run_task(model, name, place, settings=job.settings, limit=job.limit, progress=show)
-        print(f"{harness_line(found)}; {place}", flush=True)
+        lm, place = make_lm(model, job.settings, progress(f"{name} by lm_eval")), job.place(name)
+        print(f"{harness_line(run_task(lm, name, place, job.limit))}; {place}", flush=True)
 
 
 def progress(name: str) -> Callable[..., None]:

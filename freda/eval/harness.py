@@ -40,7 +40,7 @@ GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}  # o
 class Answerer:
     """Answers requests; `make_lm` turns it into an lm_eval model. `outputs` keeps what was generated, for counting."""
 
-    def __init__(self, model: Model, settings: DecodeConfig, progress: Progress = lambda done, total: None) -> None:
+    def __init__(self, model: Model, settings: DecodeConfig, progress: Progress) -> None:
         super().__init__()
         self.model, self.settings, self.outputs, self._progress = model, settings, list[Output](), progress
 
@@ -130,18 +130,9 @@ def check_installed() -> str:
         raise missing_package("lm_eval", "harness") from None
 
 
-def run_task(
-    model: Model,
-    name: str,
-    place: Path,
-    *,
-    settings: DecodeConfig,
-    limit: int = 0,
-    progress: Progress = lambda done, total: None,
-) -> dict[str, Any]:
-    """Let lm_eval ask one of its tasks; returns what `harness.json` in `place` holds."""
+def run_task(lm: Any, name: str, place: Path, limit: int = 0) -> dict[str, Any]:
+    """Let lm_eval ask one of its tasks of what `make_lm` returns; gives what `harness.json` in `place` holds."""
     version, begun = check_installed(), time.perf_counter()
-    lm = make_lm(model, settings, progress)
     with silence():
         found = simple_evaluate(lm, _registered(name, version), limit)
     failed = [output.error for output in lm.outputs if output.finish == "error"]
@@ -151,8 +142,8 @@ def run_task(
         "task": name,
         "lm_eval": version,
         "version": __version__,
-        **about_model(model.loaded),
-        "settings": asdict(settings),
+        **about_model(lm.model.loaded),
+        "settings": asdict(lm.settings),
         "metrics": metrics_of(name, found),
         "nfe": forwards / len(lm.outputs) if forwards else None,  # forwards of likelihoods are not counted
         "tpf": sum(len(output.tokens) for output in lm.outputs) / forwards if forwards else None,
@@ -179,11 +170,9 @@ def _registered(name: str, version: str) -> list[Any]:
         reason = str(error).strip() or type(error).__name__
         raise FredaError(f"lm_eval cannot load its task {name!r} ({reason}); its files come from the Hub") from error
     for task in found["tasks"].values():
-        if getattr(task, "UNSAFE_CODE", False):
-            raise FredaError(
-                f"lm_eval's task {name!r} runs programs outside of freda's sandbox; "
-                f"omit --harness and use humaneval, humaneval_plus or mbpp"
-            )
+        odd = f"lm_eval's task {name!r} runs programs outside of freda's sandbox"
+        safe = not getattr(task, "UNSAFE_CODE", False)
+        require(safe, f"{odd}; omit --harness and use humaneval, humaneval_plus or mbpp")
         options = task.config.generation_kwargs
         if options == default_gen_kwargs(task.config.fewshot_delimiter):
             del options["max_gen_toks"]  # lm_eval's 256, where the task says nothing: then --max-new-tokens counts
@@ -201,15 +190,14 @@ def simple_evaluate(lm: Any, tasks: list[Any], limit: int = 0) -> dict[str, Any]
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Suppress lm_eval's notes and progress bars, unless --debug wants them; stdout is for answers in any case."""
-    if logging.getLogger("freda").isEnabledFor(logging.DEBUG):
+    debug = logging.getLogger("freda").isEnabledFor(logging.DEBUG)
+    if debug:
         from lm_eval.utils import setup_logging
 
         setup_logging()
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    else:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield
+    said = sys.stderr if debug else io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        yield
 
 
 def metrics_of(name: str, found: dict[str, Any]) -> dict[str, float | None]:
