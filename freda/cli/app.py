@@ -109,14 +109,8 @@ def _complain(problem: str, code: int) -> int:
 
 
 def decode_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for every field of its `DecodeConfig` parameter, with the field's help and type.
-
-    The defaults are those of the parameter's default:
-
-        @app.command()
-        @decode_options
-        def chat(model: ModelPath, decode: DecodeConfig = DecodeConfig(max_new_tokens=256)): ...
-    """
+    """Give a command an option for every field of its `DecodeConfig` parameter, with the field's help and type, and the
+    value in the parameter's default."""
     signature = inspect.signature(function, eval_str=True)
     taken = next(one for one in signature.parameters.values() if one.annotation is DecodeConfig)
     made = list(_options_of(taken.default))

@@ -73,15 +73,10 @@ def bench_decode(
     context: Annotated[list[int], Option(help="Tokens of a prompt; may be repeated.")] = [512],  # noqa: B006
     new_tokens: Annotated[int, Option(help="Tokens to make for each request.")] = 64,
     passes: Annotated[int, Option(help="Most passes per block.")] = 2,
-    threshold: Annotated[
-        float, Option(help="Probability that commits a token, for a trained model; above 1: all passes are made.")
-    ] = 2.0,
+    threshold: Annotated[float, Option(help="Probability that commits a token; above 1: all passes are made.")] = 2.0,
     method: Annotated[str, Option(help="How to decode.")] = "self-refine",
     compare: Annotated[
-        bool,
-        Option(
-            "--compare", help="Add autoregressive decoding, by the engine and by Hugging Face, and the reference loop."
-        ),
+        bool, Option("--compare", help="Add autoregressive decoding, ours and Hugging Face's, and the reference loop.")
     ] = False,
     plain: Annotated[bool, Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
     int8: Annotated[bool, Option("--int8", help="Weights as int8, where the kernels have few tokens.")] = False,

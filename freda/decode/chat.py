@@ -58,8 +58,7 @@ class Chat:
 
     def ask(self, message: str, *, drafts: bool = False) -> Iterator[str | Pass]:
         """The answer as it is made; it is part of the conversation once it is complete."""
-        turns = [*self.turns, {"role": "user", "content": message}]
-        said = ""
+        turns, said = [*self.turns, {"role": "user", "content": message}], ""
         prompt, stop = self.prompt(turns)
         stream = self.model.stream(prompt, method=self.method, stop=stop, drafts=drafts, **asdict(self.decode))
         for one in stream:
@@ -74,7 +73,8 @@ class Chat:
         if self.raw:
             return message, ()
         if not self.template:
-            return mini.prompt_of(message) if self._data() else (_question(message), ())
+            bare = message.strip().removeprefix("Q:").removesuffix("A:").strip()
+            return mini.prompt_of(message) if self._data() else (f"Q: {bare}\nA:", ())
         loaded = self.model.loaded
         room = loaded.backbone.config.max_positions - self.decode.max_new_tokens
         while True:
@@ -117,10 +117,6 @@ class Chat:
         except tomllib.TOMLDecodeError:
             changed = value
         self.decode = build(DecodeConfig, {**asdict(self.decode), **checked({key: changed})}, "")
-
-
-def _question(message: str) -> str:
-    return f"Q: {message.strip().removeprefix('Q:').removesuffix('A:').strip()}\nA:"
 
 
 def rendered(template: str, tokenizer: Tokenizer, turns: list[dict[str, str]]) -> str:
@@ -186,10 +182,8 @@ def talk(chat: Chat, said: Iterable[str], out: TextIO, *, drafts: bool, pause: f
 
 
 def answer(chat: Chat, message: str, out: TextIO, *, drafts: bool, pause: float, keep: bool) -> None:
-    """Write one answer: the text as its blocks are committed, or with `drafts` first every pass and then the text.
-
-    On a terminal the passes are drawn in place; with `keep` they stay there as a table.
-    """
+    """Write one answer: the text as its blocks are committed, or with `drafts` first every pass and then the text. On a
+    terminal the passes are drawn in place; with `keep` they stay there as a table."""
     live = LiveDrafts((), chat.model.loaded.tokenizer, file=out, pause=pause, keep=keep)
     text = ""
     with live if drafts else contextlib.nullcontext():

@@ -76,17 +76,16 @@ class BestOfN(Refining):
                 asked = getattr(self, key)
                 require(asked == trained, f"method.{key} is {asked}, but {source} was trained with {trained}; use that")
         parts.requires_grad_(False)
-        new = parts.scorer is None
         if parts.scorer is None:
             with torch.device("meta"):
                 parts.scorer = Scorer(parts.backbone.config, last_layer=self.scorer_layer)
-        require(
-            (parts.scorer.last_layer is not None) == self.scorer_layer,
-            f"method.scorer_layer is {str(self.scorer_layer).lower()}, but the scorer of {source} was trained "
-            f"otherwise; set it to {str(not self.scorer_layer).lower()}, or start from the self-refine model",
-        )
+            return {"scorer"}
+        asked, other = (str(value).lower() for value in (self.scorer_layer, not self.scorer_layer))
+        odd = f"method.scorer_layer is {asked}, but the scorer of {source} was trained otherwise"
+        alike = (parts.scorer.last_layer is not None) == self.scorer_layer
+        require(alike, f"{odd}; set it to {other}, or start from the self-refine model")
         parts.scorer.requires_grad_(True)
-        return {"scorer"} if new else set()
+        return set()
 
     def labels(self, batch: Batch) -> Tensor:
         """One label per block: its first token stands for it."""
@@ -95,9 +94,8 @@ class BestOfN(Refining):
     def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
         """Eq. bon_loss, summed over the blocks: −s(clean) + log Σ exp s(slot).
 
-        With beam negatives a block counts only if its clean text is a candidate. The mean over those of the group
-        stands for all its blocks; a group without any teaches nothing. Which blocks count is known only after the
-        proposal, so the processes that share a group add up their counts here.
+        With beam negatives a block counts only if its clean text is a candidate, and the mean over those of the group
+        stands for all its blocks. Which count is known only here, so the processes that share a group add them up here.
         """
         clean = self.frozen_clean_half(parts, batch)
         logits = self.proposal(parts, batch, clean, step.passes)
@@ -123,12 +121,11 @@ class BestOfN(Refining):
         clean, real = self.frozen_clean_half(parts, batch), self._real(batch)
         logits = self.proposal(parts, batch, clean, step.passes)
         slots = self.sampled_slots(logits, batch, step)
-        scores = self.score_slots(parts, batch, clean, slots)
-        wrong = (scores[:, :, 1:] >= scores[:, :, :1]) & self._differs(slots)
+        scores, differs = self.score_slots(parts, batch, clean, slots), self._differs(slots)
         numbers = {
             "loss": torch.where(real, block_losses(slots, scores), 0.0),
-            "rank_accuracy": ~wrong.any(-1) & real,
-            "true_negatives": self._differs(slots).any(-1) & real,
+            "rank_accuracy": _first_wins(scores, differs) & real,
+            "true_negatives": differs.any(-1) & real,
             **self._choices(parts, batch, clean, logits),
         }
         return {name: value.sum() for name, value in numbers.items()}
@@ -144,12 +141,8 @@ class BestOfN(Refining):
         scores = self.score_slots(parts, batch, clean, slots)  # (R, L/B, S)
         likely = self._by_block(prob).clamp_min(1e-38).log().sum(-1)
         differs = self._differs(slots)
-        numbers = {"found": ~differs.all(-1) & real}
-        for tau in VALIDATED_TAU:
-            value = likely + tau * scores
-            lost = (value[:, :, 1:] >= value[:, :, :1]) & differs
-            numbers[f"choice{tau:g}"] = ~lost.any(-1) & real
-        return numbers
+        chosen = {f"choice{tau:g}": _first_wins(likely + tau * scores, differs) & real for tau in VALIDATED_TAU}
+        return {"found": ~differs.all(-1) & real, **chosen}
 
     @torch.no_grad()
     def frozen_clean_half(self, parts: Parts, batch: Batch) -> CleanHalf:
@@ -234,10 +227,8 @@ class BestOfN(Refining):
     def check(self, parts: Parts, request: DecodeConfig, prompt: Sequence[int]) -> None:
         """Refuse a request that cannot be decoded."""
         require(parts.scorer is not None, "the model has no scorer; train one with method.name=best-of-n")
-        require(
-            request.swaps <= self.block_size,
-            f"swaps is {request.swaps}, more than a block has positions; use 0 to {self.block_size}",
-        )
+        odd = f"swaps is {request.swaps}, more than a block has positions"
+        require(request.swaps <= self.block_size, f"{odd}; use 0 to {self.block_size}")
         super().check(parts, request, prompt)
 
     def off_device(self, parts: Parts, request: DecodeConfig) -> str:
@@ -288,6 +279,11 @@ def _truth_and_draws(logits: Tensor, truth: Tensor, point: Tensor) -> tuple[Tens
     probs = logits.softmax(-1)
     ids = torch.cat([truth[:, None], draw(probs, point)], dim=1)
     return ids, probs.gather(-1, ids)
+
+
+def _first_wins(value: Tensor, differs: Tensor) -> Tensor:
+    """Where none of the other slots that differ from the first has as high a value (R, L/B, S) as the first."""
+    return ~((value[:, :, 1:] >= value[:, :, :1]) & differs).any(-1)
 
 
 def _gathered(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
