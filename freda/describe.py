@@ -58,10 +58,8 @@ def _model(path: Path) -> str:
 
 
 def _run(path: Path) -> str:
-    metrics = path / "metrics.jsonl"
-    entries = read_metrics(metrics) if metrics.is_file() else []
-    steps = [entry for entry in entries if "loss" in entry]
-    checks = [entry for entry in entries if "validation" in entry]
+    entries = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+    steps, checks = ([entry for entry in entries if key in entry] for key in ("loss", "validation"))
     lines = [f"  step {entry['step']}, loss {entry['loss']:.4f}" for entry in steps[-1:]]
     for entry in checks[-1:]:
         values = ", ".join(f"{name} {value:.4f}" for name, value in entry["validation"].items())
@@ -76,9 +74,8 @@ def _shards(path: Path, view: ShardView) -> str:
     """Counts and lengths of the documents, and whatever else `view` asks for."""
     require(view.rows >= 0, f"rows is {view.rows}; use 0 or more")
     require(view.block_size >= 1, f"block_size is {view.block_size}; use 1 or more")
-    picture = view.histogram
+    manifest, picture = Manifest.read(path), view.histogram
     require(picture is None or picture.suffix == ".png", f"histogram is {picture}; name a .png file")
-    manifest = Manifest.read(path)
     documents, tokenizer = Documents(path, "train", manifest), Tokenizer.load(path)
     lengths = documents.lengths()
     lines = [f"token shards {path}, documents aligned to {manifest.align}, tokenizer {manifest.tokenizer[:8]}"]
@@ -101,8 +98,7 @@ def _histogram_lines(lengths: NDArray[np.int64]) -> list[str]:
     """Documents by length, in powers of two, as bars."""
     counts = np.bincount(np.ceil(np.log2(lengths)).astype(int)).tolist()
     bars = ["█" * max(1, round(40 * count / max(counts))) for count in counts]
-    found = enumerate(zip(counts, bars, strict=True))
-    return [f"  up to {2**power:>8,} {count:>10,} {bar}" for power, (count, bar) in found if count]
+    return [f"  up to {2**power:>8,} {counts[power]:>10,} {bar}" for power, bar in enumerate(bars) if counts[power]]
 
 
 def _draw_histogram(lengths: NDArray[np.int64], target: Path) -> None:
@@ -119,14 +115,12 @@ def _draw_histogram(lengths: NDArray[np.int64], target: Path) -> None:
 
 def _row_lines(path: Path, tokenizer: Tokenizer, view: ShardView) -> list[str]:
     """Packed rows as text: ‖ begins a document, | begins a block, · is padding."""
-    size = view.block_size
-    loader = Loader(path, "train", seq_len=view.seq_len, seed=0)
+    loader, size = Loader(path, "train", seq_len=view.seq_len, seed=0), view.block_size
     shape = f"{loader.rows:,} rows of {view.seq_len}, {100 * loader.fullness:.2f}% full"
     lines = [f"{shape}; ‖ document, | block of {size}"]
     for number in range(min(view.rows, loader.rows)):
-        batch = loader.batch(number, 1)
+        batch, text = loader.batch(number, 1), ""
         pieces = tokenizer.pieces(batch.tokens[0].tolist())
-        text = ""
         for piece, document, place in zip(pieces, batch.document[0].tolist(), batch.position[0].tolist(), strict=True):
             border = "‖" if place == 0 else "|" if place % size == 0 else ""
             text += "·" if document < 0 else border + piece

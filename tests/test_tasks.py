@@ -20,8 +20,8 @@ from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.request import cut_at_stop
 from freda.errors import FredaError
+from freda.eval.command import self_check
 from freda.eval.evaluate import evaluate
-from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, mathematics
 from freda.eval.tasks.multiple_choice import CHOICES, GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one

@@ -55,10 +55,8 @@ def hub_rows(dataset: str, config: str | None, split: str) -> list[Row]:
     try:
         return list(datasets.load_dataset(dataset, config, split=split))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise FredaError(
-            f"cannot get {dataset} from the Hugging Face Hub ({str(error)[:200]}); check the network and, "
-            f"for a dataset behind an agreement, log in with: huggingface-cli login"
-        ) from None
+        hint = "check the network and, for a dataset behind an agreement, log in with: huggingface-cli login"
+        raise FredaError(f"cannot get {dataset} from the Hugging Face Hub ({str(error)[:200]}); {hint}") from None
 
 
 def _write_lines(dataset: str, config: str | None, splits: Sequence[str], path: Path) -> None:

@@ -65,11 +65,9 @@ class Task:
         self.check_installed()
         examples = self.load(folder, self.rows)
         found = checksum(examples)
-        require(
-            unpublished or found.startswith(self.checksum),
-            f"the questions of {self.name} are not the published ones (checksum {found[:16]}, not {self.checksum}); "
-            f"get the files again, or evaluate on them as they are with --unpublished",
-        )
+        odd = f"the questions of {self.name} are not the published ones (checksum {found[:16]}, not {self.checksum})"
+        hint = "get the files again, or evaluate on them as they are with --unpublished"
+        require(unpublished or found.startswith(self.checksum), f"{odd}; {hint}")
         return examples[:limit] if limit else examples
 
 
