@@ -105,9 +105,6 @@ def _complain(problem: str, code: int) -> int:
     return code
 
 
-# -- options of decoding ---------------------------------------------------------------------------------------------
-
-
 def decode_options(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for every field of its `DecodeConfig` parameter, with the field's help and type, and the
     value in the parameter's default."""

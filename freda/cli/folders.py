@@ -45,6 +45,6 @@ def inspect(
     verify: Annotated[bool, Option("--verify", help="Shards: read all of them and check their hashes.")] = False,
 ) -> None:
     """Describe what a folder holds."""
-    from freda.describe import ShardView, describe
+    from freda.describe import describe
 
-    print(describe(path, ShardView(rows, seq_len, block_size, histogram, verify)))
+    print(describe(path, rows, seq_len, block_size, histogram, verify))

@@ -85,8 +85,7 @@ class Chat:
 
     def suggestions(self) -> str:
         """What the model can be asked: a held-out question of each kind, as it would be typed, if its data is known."""
-        folder = self._data()
-        if folder is None or self.raw:
+        if (folder := self._data()) is None or self.raw:
             return ""
         typed = (one.removeprefix("Q: ").removesuffix("\nA:").replace("\n", "\\\n") for one in mini.held_out(folder))
         return ". It was trained on nothing but questions like these:\n" + "\n".join(typed)

@@ -134,9 +134,6 @@ def download_tasks(names: Sequence[str], data: Path) -> None:
             print(path)
 
 
-# -- the self-check --------------------------------------------------------------------------------------------------
-
-
 class Checked(NamedTuple):
     """The grader of one task on n references and on as many wrong answers."""
 

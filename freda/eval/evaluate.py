@@ -204,9 +204,6 @@ def _summary(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-# -- who has answered ------------------------------------------------------------------------------------------------
-
-
 def about_model(loaded: LoadedModel) -> dict[str, Any]:
     """The facts that tell one model from another in a file of results."""
     method, dtype = loaded.method, str(loaded.parts.dtype).removeprefix("torch.")

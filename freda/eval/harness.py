@@ -34,9 +34,6 @@ Progress = Callable[[int, int], None]  # requests done, requests in all
 GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}  # options that a task may set
 
 
-# -- the model, as lm_eval sees it -----------------------------------------------------------------------------------
-
-
 class Answerer:
     """Answers requests; `make_lm` turns it into an lm_eval model. `outputs` keeps what was generated, for counting."""
 
@@ -117,9 +114,6 @@ def make_lm(model: Model, settings: DecodeConfig, progress: Progress = lambda do
     from lm_eval.api.model import LM
 
     return type("FredaLM", (Answerer, LM), {})(model, settings, progress)
-
-
-# -- a task -----------------------------------------------------------------------------------------------------------
 
 
 def check_installed() -> str:

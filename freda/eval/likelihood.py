@@ -1,19 +1,14 @@
-"""log p(continuation given context), in tokens (M15).
+"""log p(continuation given context), in tokens (M15; docs/how-it-works.md, section 8).
 
 Block methods are scored by the chain rule inside each block: the conditional of position i is what the first pass says
-there when the block shows the true tokens left of i and BLANK from i on, over the committed blocks before it. Blocks
-are absolute, so the last tokens of the context may stand in the first scored block as given tokens (M12). The
-probabilities of all continuations of one length sum to one, because BLANK is no outcome. The autoregressive method is
-scored by the next-token distributions of one causal forward.
-
-This is the likelihood of the first-pass conditionals, not of what K passes of decoding produce: a later pass revises
-all positions of a block together, and the probability of a text under that loop has no such product. A Best-of-N model
-is scored as self-refinement: its scorer chooses among finished drafts and has no part in a conditional.
+there when the block shows the true tokens left of i and BLANK from i on, over the committed blocks before it. The last
+tokens of the context may stand in the first scored block as given tokens (M12). The autoregressive method is scored by
+the next-token distributions of one causal forward.
 
 Every scored position needs a draft of its own. The drafts of a text are packed as candidates, numbered by the position
 in the block that they score, so that one forward over the committed text holds the drafts of all blocks of all rows.
 `fast` takes one draft per block, blank but for the given tokens, and reads all its positions: up to B times fewer draft
-tokens, and another quantity, for which the tokens of a block are independent (it sums to one as well).
+tokens, and another quantity, for which the tokens of a block are independent.
 
 Shapes: R rows, S drafts per row, B tokens per block, W committed tokens per row, N scored positions, D width,
 V vocabulary, C choices.

@@ -49,9 +49,7 @@ def run_sweep(
     begun, sweep, tasks = time.perf_counter(), file.sweep, tasks_named(file.sweep.tasks)
     for path in (path for system in file.system.values() for path in system.models):
         resolve_model_folder(Path(path))  # a missing model is reported before hours of work, not after
-    read = functools.cache(lambda task, folder: task.examples(folder, sweep.limit, unpublished=unpublished))
-    folders = {name: Path(system.data or data) for name, system in file.system.items()}
-    questions = {(name, task.name): read(task, folder) for name, folder in folders.items() for task in tasks}
+    questions = _questions(file, tasks, data, unpublished)
     points, stable, systems = list[Point](), list[dict[str, Any]](), dict[str, dict[str, Any]]()
     for name, number, path in ((n, i, path) for n, s in file.system.items() for i, path in enumerate(s.models)):
         model = load(path, device, dtype, max_batch=sweep.batch_size)
@@ -83,6 +81,15 @@ def run_sweep(
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / FILE, json.dumps(content, indent=1) + "\n")
     return content
+
+
+def _questions(
+    file: SweepFile, tasks: Sequence[Task], data: Path, unpublished: bool
+) -> dict[tuple[str, str], list[Example]]:
+    """The questions by system and task, read once for each folder of files."""
+    read = functools.cache(lambda task, folder: task.examples(folder, file.sweep.limit, unpublished=unpublished))
+    systems = file.system.items()
+    return {(name, task.name): read(task, Path(one.data or data)) for name, one in systems for task in tasks}
 
 
 def _measure(subject: Subject, sweep: SweepConfig) -> Iterator[Point]:

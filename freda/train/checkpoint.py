@@ -1,11 +1,8 @@
 """Checkpoints: a model folder plus what training needs to continue as if it had never stopped.
 
-    config.json, tokenizer files          as in every model folder
-    model.safetensors                     all weights; with N processes model-0000i-of-0000N.safetensors and an index
-    scorer.safetensors                    where there is one
     optimizer/shard-*.safetensors         AdamW's moments, each rank's part, by torch.distributed.checkpoint
     state.json                            the step, and the validation loss where there was one at this step
-    checksums.json                        the SHA-256 of all files above; written last, verified before resuming
+    checksums.json                        the SHA-256 of all other files; written last, verified before resuming
 
 A copy of the state is taken between two steps; a thread writes it while training continues, one checkpoint at a time.
 `runs/x/checkpoints/step-N` is written beside its place and renamed, and only then does `runs/x/latest` name it: killed
@@ -65,9 +62,6 @@ class Snapshot(NamedTuple):
     weights: dict[Weight, Tensor]  # those that this rank writes, whole
     files: dict[Weight, str]  # the file that holds each weight, on whatever rank
     moments: dict[str, Tensor]  # this rank's part of all
-
-
-# -- saving ----------------------------------------------------------------------------------------------------------
 
 
 class Saver(contextlib.AbstractContextManager["Saver"]):

@@ -175,10 +175,8 @@ def prefetch(run: Run, done: int) -> Prefetcher:
     """The batches of the steps still to do, read ahead, ready to be copied to the device."""
     device = torch.empty(0, device=run.device).device  # with its number: "cuda" would be GPU 0 in a new thread
 
-    def build(step: int) -> list[Batch]:
-        return [pinned(batch, device) for batch in read_batches(run, step)]
-
-    return Prefetcher(build, range(done, run.config.train.steps))
+    steps = range(done, run.config.train.steps)
+    return Prefetcher(lambda step: [pinned(batch, device) for batch in read_batches(run, step)], steps)
 
 
 def take_step(run: Run, step: int) -> dict[str, Any]:

@@ -94,8 +94,6 @@ class ProgressLine:
         self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
 
-# -- trackers --------------------------------------------------------------------------------------------------------
-
 Tracker = Callable[[int, Mapping[str, float]], None]  # a step and its numbers
 
 

@@ -173,9 +173,7 @@ def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, 
 def _check_shape(asked: ModelConfig, found: ModelConfig) -> None:
     """A [model] section beside `train.init` must not contradict the checkpoint."""
     asked = replace(asked, vocab_size=asked.vocab_size or found.vocab_size)
-    if asked == replace(ModelConfig(), vocab_size=found.vocab_size):  # none was given
-        return
-    for key, value in vars(asked).items():
-        there = getattr(found, key)
-        odd = f"model.{key} is {value}, but the model of train.init has {there}"
-        require(value == there, f"{odd}; omit the [model] section")
+    given = asked != replace(ModelConfig(), vocab_size=found.vocab_size)
+    for key, value in vars(asked).items() if given else ():
+        odd = f"model.{key} is {value}, but the model of train.init has {getattr(found, key)}"
+        require(value == getattr(found, key), f"{odd}; omit the [model] section")

@@ -165,8 +165,8 @@ def main_figure(plt: Any, sweep: Sweep) -> Any:
 def passes_figure(plt: Any, sweep: Sweep) -> Any:
     """Figure iter-scaling. Above the points: what the better of the refining systems has gained since one pass."""
     settings = [setting for system in sweep.systems for setting in sweep.settings("passes", system)]
-    stops = {s.passes for s in settings if s.threshold < NEVER}
-    off = {s.passes for s in settings if s.threshold >= NEVER} - stops
+    stops = {setting.passes for setting in settings if setting.threshold < NEVER}
+    off = {setting.passes for setting in settings} - stops
 
     def curves(axis: Any, panel: str) -> None:
         best: dict[int, float] = {}
@@ -177,9 +177,8 @@ def passes_figure(plt: Any, sweep: Sweep) -> Any:
             _curve(axis, known, **look_of(sweep, system))
             for passes, score in known if sweep.decoding[system].refines else ():
                 best[passes] = max(best.get(passes, 0.0), score.accuracy)
-        for passes, accuracy in best.items():
-            if passes != min(best):
-                _above(axis, f"{accuracy - best[min(best)]:+.1f}", (passes, accuracy), 6)
+        for passes in sorted(best)[1:]:
+            _above(axis, f"{best[passes] - best[min(best)]:+.1f}", (passes, best[passes]), 6)
         if panel == OVERALL and panel in papers_panels(sweep):
             axis.plot(*zip(*published.PASSES.items(), strict=True), "--x", color=GREY, label="paper (4B)")
         if stops and off:  # a dotted line where the early stop is switched off

@@ -111,13 +111,6 @@ def main_setting(system: SystemConfig, decoding: Decoding) -> Setting:
     return Setting(system.passes if decoding.drafts else 1, system.threshold, system.width, system.tau)
 
 
-def canonical(setting: Setting, own: Setting, decoding: Decoding) -> Setting:
-    """Put values that have no effect to the system's own, so that equal decoding is one point: one pass commits
-    everything, and candidates compete from the second pass on."""
-    live = set(decoding.axes) & ({"passes"} if setting.passes == 1 else set(Setting._fields))
-    return own._replace(**{name: getattr(setting, name) for name in live})
-
-
 def _passes(sweep: SweepConfig, own: Setting, decoding: Decoding) -> list[Setting]:
     """Figure iter-scaling: early stop by the threshold with few passes, none with more."""
     if not decoding.drafts:
@@ -154,13 +147,14 @@ PARTS: Mapping[str, Callable[[SweepConfig, Setting, Decoding], list[Setting]]] =
 
 
 def settings_of(parts: Sequence[str], sweep: SweepConfig, system: SystemConfig, decoding: Decoding) -> list[Setting]:
-    """The settings that parts of a sweep measure of a system, each once, in the order of the parts."""
-    own = main_setting(system, decoding)
-    wanted = [canonical(setting, own, decoding) for part in parts for setting in PARTS[part](sweep, own, decoding)]
-    return list(dict.fromkeys(wanted))
-
-
-# -- scores ----------------------------------------------------------------------------------------------------------
+    """The settings that parts of a sweep measure of a system, in the order of the parts. Values that have no effect are
+    the system's own, so that equal decoding is one point: one pass commits everything, and candidates compete from the
+    second pass on."""
+    own, found = main_setting(system, decoding), dict[Setting, None]()
+    for setting in (setting for part in parts for setting in PARTS[part](sweep, own, decoding)):
+        live = set(decoding.axes) & ({"passes"} if setting.passes == 1 else set(Setting._fields))
+        found[own._replace(**{name: getattr(setting, name) for name in live})] = None
+    return list(found)
 
 
 class Score(NamedTuple):

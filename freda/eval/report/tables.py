@@ -205,9 +205,6 @@ def _beside_paper(sweep: Sweep, system: str, setting: Setting, paper: Sequence[f
     return [*ours, *(None if paper is None else paper[place] for place in places)]
 
 
-# -- the Pareto frontier ---------------------------------------------------------------------------------------------
-
-
 def pareto_panels(sweep: Sweep) -> list[str]:
     """One panel for each generated task."""
     return [task for tasks in sweep.panels().values() for task in tasks]

@@ -14,7 +14,7 @@ import logging
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,35 +80,36 @@ def load_math500(folder: Path, expected: int) -> list[Example]:
 
 def grade_math500(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
     """Compare every answer with the published one, in worker processes."""
-    answers = [answer_of(text) for text in texts]
-    pairs = [(example.gold, answer) for example, answer in zip(examples, answers, strict=True) if answer]
-    verdicts = iter(in_workers(same, pairs))
-    return [_graded(example, a, next(verdicts) if a else None) for example, a in zip(examples, answers, strict=True)]
-
-
-def _graded(example: Example, answer: str, right: bool | None) -> Graded:
-    if right is None:
-        return Graded(False, f"the grader failed, or gave up after {SECONDS} s" if answer else "no answer", answer)
-    return compared_with_gold(right, answer, example)
+    pairs = [(example, answer_of(text)) for example, text in zip(examples, texts, strict=True)]
+    verdicts, graded = iter(in_workers(same, [(example.gold, answer) for example, answer in pairs if answer])), []
+    for example, answer in pairs:
+        right, failed = next(verdicts) if answer else None, f"the grader failed, or gave up after {SECONDS} s"
+        unknown = Graded(False, failed if answer else "no answer", answer)
+        graded.append(unknown if right is None else compared_with_gold(right, answer, example))
+    return graded
 
 
 def in_workers(check: Check, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     """The verdicts of `check` on all pairs, from worker processes; None where it failed, ended its process or took too
     long. Then the processes are killed, and new ones go on."""
     found: dict[int, bool | None] = {}
-    while waiting := [number for number in range(len(pairs)) if number not in found]:
-        workers = min(os.cpu_count() or 1, len(waiting))
-        with multiprocessing.get_context("spawn").Pool(workers) as pool:  # killed at the end
-            started = pool.starmap_async(_safely, [(check, "1", "1")] * workers, chunksize=1)
-            started.get(TO_START)  # which must not use up an answer's time
-            verdicts = {number: pool.apply_async(_safely, (check, *pairs[number])) for number in waiting}
-            for number, verdict in verdicts.items():
-                verdict.wait(SECONDS)
-                found[number] = verdict.get() if verdict.ready() else None
-                if not verdict.ready():
-                    break
-            found |= {number: verdict.get() for number, verdict in verdicts.items() if verdict.ready()}
+    while waiting := {number: pair for number, pair in enumerate(pairs) if number not in found}:
+        found |= _verdicts(check, waiting)
     return [found[number] for number in range(len(pairs))]
+
+
+def _verdicts(check: Check, pairs: Mapping[int, tuple[str, str]]) -> dict[int, bool | None]:
+    """Verdicts by number, up to the first answer that takes too long: then None for it."""
+    workers = min(os.cpu_count() or 1, len(pairs))
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        started = pool.starmap_async(_safely, [(check, "1", "1")] * workers, chunksize=1)
+        started.get(TO_START)  # which must not use up an answer's time
+        verdicts = {number: pool.apply_async(_safely, (check, *pair)) for number, pair in pairs.items()}
+        for number, verdict in verdicts.items():
+            verdict.wait(SECONDS)
+            if not verdict.ready():
+                break
+        return {number: None} | {number: verdict.get() for number, verdict in verdicts.items() if verdict.ready()}
 
 
 def _safely(check: Check, gold: str, answer: str) -> bool | None:

@@ -3,9 +3,8 @@
 MMLU has 57 subjects; the exemplars are the five questions of each subject's dev file, in its order.
 
 GPQA-Diamond asks graduate questions in science. The first five rows are the exemplars and the other 193 are scored (the
-paper's loader). The published rows name the right answer first; the options are put in a random order that depends on
-the row's number alone. The authors ask that the questions stay out of plain text on the net, so their checksum is not
-known here.
+paper's loader). The options are in a random order that depends on the row's number alone. The authors ask that the
+questions stay out of plain text on the net, so their checksum is not known here.
 """
 
 from __future__ import annotations

@@ -91,9 +91,6 @@ def checksum(examples: Sequence[Example]) -> str:
     return digest.hexdigest()
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
 def found(path: Path) -> Path:
     """The path of a benchmark's file or folder; an error that says how to get it if it is missing."""
     require(path.exists(), f"there is no {path}; get it with --download, or name the benchmarks' folder with --data")
