@@ -100,7 +100,7 @@ def in_workers(check: Check, pairs: Sequence[tuple[str, str]]) -> list[bool | No
 
 def _verdicts(check: Check, pairs: Mapping[int, tuple[str, str]]) -> dict[int, bool | None]:
     """Verdicts by number, up to the first answer that takes too long: then None for it."""
-    workers = min(os.cpu_count() or 1, len(pairs))
+    workers, found = min(os.cpu_count() or 1, len(pairs)), dict[int, bool | None]()
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         started = pool.starmap_async(_safely, [(check, "1", "1")] * workers, chunksize=1)
         started.get(TO_START)  # which must not use up an answer's time
@@ -108,8 +108,9 @@ def _verdicts(check: Check, pairs: Mapping[int, tuple[str, str]]) -> dict[int, b
         for number, verdict in verdicts.items():
             verdict.wait(SECONDS)
             if not verdict.ready():
+                found[number] = None
                 break
-        return {number: None} | {number: verdict.get() for number, verdict in verdicts.items() if verdict.ready()}
+        return found | {number: verdict.get() for number, verdict in verdicts.items() if verdict.ready()}
 
 
 def _safely(check: Check, gold: str, answer: str) -> bool | None:
