@@ -1,7 +1,6 @@
 """The command line itself: how it is run, how it fails, and the options that several commands share.
 
-Nothing heavy is imported here or at module level of the commands, so that `freda --help` answers at once. Only `main`
-ends the process.
+Nothing heavy is imported here or at module level of the commands, so that `freda --help` answers at once.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ class EvalJob:
         require(self.batch_size >= 1, f"batch_size is {self.batch_size}; use 1 or more")
 
     def place(self, task: str) -> Path:
-        """The folder of a task's results: inside the model's, except for a bundled model, where also each `limit` has
-        a folder of its own."""
+        """The folder of a task's results: inside the model's; of a bundled model elsewhere, one for each `limit`."""
         if self.out is not None:
             return self.out / task
         if packaged_folder(self.model) is None:
@@ -154,8 +153,7 @@ class Checked(NamedTuple):
 
 
 def check_graders(names: Sequence[str], data: Path) -> bool:
-    """Check the graders of the named tasks, or of all whose files are there, and print a line for each; True if all can
-    be trusted."""
+    """Check the graders of the named tasks, or of all whose files are there, a line for each; True if all are right."""
     checked = []
     for task in tasks_named(names):
         try:

@@ -1,8 +1,7 @@
 """The benchmarks' files from the Hugging Face Hub, written in the layout that the tasks read.
 
 Existing files stay as they are. The tasks check the number of rows and the checksum of all questions afterwards, so a
-dataset that has changed on the Hub cannot pass for the benchmark. The exemplars of GSM8K and MATH-500 are not on the
-Hub; the package lm_eval has them.
+dataset that has changed cannot pass for the benchmark. The exemplars of GSM8K and MATH-500 are in the package lm_eval.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ class Answerer:
         return [(one.log_prob, one.greedy) for one in scored]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """log p of whole texts. One that is longer than the model's positions is cut as lm_eval cuts it, into windows
-        that see one token of what came before."""
+        """log p of whole texts; too long ones are cut as lm_eval cuts them, into windows that see one token before."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         loaded = self.model.loaded

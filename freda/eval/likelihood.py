@@ -10,8 +10,7 @@ in the block that they score, so that one forward over the committed text holds 
 `fast` takes one draft per block, blank but for the given tokens, and reads all its positions: up to B times fewer draft
 tokens, and another quantity, for which the tokens of a block are independent.
 
-Shapes: R rows, S drafts per row, B tokens per block, W committed tokens per row, N scored positions, D width,
-V vocabulary, C choices.
+Shapes: R rows, S drafts and W committed tokens per row, B tokens per block, N scored positions, D width, C choices.
 """
 
 from __future__ import annotations
@@ -76,11 +75,8 @@ def log_likelihood(
 def choice_log_probs(
     loaded: LoadedModel, contexts: Sequence[Sequence[int]], choices: Sequence[int], *, batch_tokens: int = 16384
 ) -> Tensor:
-    """log p of every one-token choice, an answer letter for example, right after each context: (contexts, C) fp32.
-
-    All choices are read from one row of one forward and equal `log_likelihood` of each, because a one-token
-    continuation has one conditional.
-    """
+    """log p of every one-token choice, an answer letter for example, right after each context: (contexts, C) fp32. All
+    are read from one row of one forward and equal `log_likelihood`: a one-token continuation has one conditional."""
     _check(loaded, [(context, choices) for context in contexts], batch_tokens)
     pairs = [(context, choices[:1]) for context in contexts]  # any token holds the place
     table = torch.empty(len(contexts), len(choices))
@@ -213,7 +209,11 @@ def _draft_states(loaded: LoadedModel, text: _Text, widest: _Size, *, fast: bool
     states, owners = [], []
     for first in range(0, count, step):
         number = torch.arange(first, min(first + step, count), device=place.device)
-        position, begin, scored = _drafts(text, number, size, fast)
+        # Draft number d scores token d of the continuation or, with `fast`, all of its block d.
+        begin = text.given[..., None] + (0 if fast else number[:, None])  # (R, S, 1): what stands before it is shown
+        block = begin // size + (number[:, None] if fast else 0)
+        position = block * size + torch.arange(size, device=place.device)  # (R, S, B)
+        scored = (position >= begin if fast else position == begin) & (position < text.length[..., None])
         real = scored.any(-1, keepdim=True).expand_as(scored).flatten(1)  # a draft without a scored position is padding
         candidate = (begin % size).expand_as(scored).flatten(1)  # the drafts of a block do not see each other
         tokens = draft_tokens(torch.where(real, 0, -1), position.flatten(1), size, candidate)
@@ -225,14 +225,3 @@ def _draft_states(loaded: LoadedModel, text: _Text, widest: _Size, *, fast: bool
         states.append(out.hidden[scored.flatten(1)])
         owners.append(scored.nonzero()[:, 0])
     return torch.cat(states)[torch.cat(owners).argsort(stable=True)]  # within a row the drafts come in order
-
-
-def _drafts(text: _Text, number: Tensor, size: int, fast: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The positions of some drafts of every row (R, S, B) int64, where BLANK begins in each (R, S, 1), and where it is
-    read (R, S, B) bool. Draft number d scores token d of the continuation or, with `fast`, all of its block d."""
-    begin = text.given if fast else text.given + number  # (R, S): what stands before it is shown
-    block = text.given // size + number if fast else begin // size
-    position = block[..., None] * size + torch.arange(size, device=number.device)
-    begin = begin.expand(-1, len(number))[..., None]
-    read = position >= begin if fast else position == begin
-    return position, begin, read & (position < text.length[..., None])

@@ -97,8 +97,7 @@ class BestOfN(Refining):
         With beam negatives a block counts only if its clean text is a candidate, and the mean over those of the group
         stands for all its blocks. Which count is known only here, so the processes that share a group add them up here.
         """
-        clean = self.frozen_clean_half(parts, batch)
-        logits = self.proposal(parts, batch, clean, step.passes)
+        clean, logits = self.proposal(parts, batch, step.passes)
         every = self.negatives == "sampled"  # every block counts
         slots = self.sampled_slots(logits, batch, step) if every else self.beam_slots(logits, batch)
         real = self._real(batch)
@@ -118,8 +117,7 @@ class BestOfN(Refining):
         - `found`: how often the clean text is among the beam's candidates; `choice0`, `choice0.1`, `choice1`: how often
           it has the highest ℓ + τ·s of the candidates and itself, for these τ. τ = 0 is the proposal without a scorer.
         """
-        clean, real = self.frozen_clean_half(parts, batch), self._real(batch)
-        logits = self.proposal(parts, batch, clean, step.passes)
+        (clean, logits), real = self.proposal(parts, batch, step.passes), self._real(batch)
         slots = self.sampled_slots(logits, batch, step)
         scores, differs = self.score_slots(parts, batch, clean, slots), self._differs(slots)
         numbers = {
@@ -145,17 +143,13 @@ class BestOfN(Refining):
         return {"found": ~differs.all(-1) & real, **chosen}
 
     @torch.no_grad()
-    def frozen_clean_half(self, parts: Parts, batch: Batch) -> CleanHalf:
-        """The clean text as a cache, run once for the drafts and for all slots (M7)."""
-        return clean_half(parts.backbone, batch, self.block_size)
-
-    @torch.no_grad()
-    def proposal(self, parts: Parts, batch: Batch, clean: CleanHalf, passes: int) -> Logits:
-        """Logits (R, L) of the last of `passes` passes from the blank draft: the distribution of the candidates."""
-        draft = self.blank_draft(parts.backbone, batch)
+    def proposal(self, parts: Parts, batch: Batch, passes: int) -> tuple[CleanHalf, Logits]:
+        """The clean text as a cache, run once for the drafts and for all slots (M7), and the logits (R, L) of the last
+        of `passes` passes from the blank draft: the distribution of the candidates."""
+        clean, draft = clean_half(parts.backbone, batch, self.block_size), self.blank_draft(parts.backbone, batch)
         for _ in range(passes):
             logits, draft = self.refine(parts.backbone, clean, draft)
-        return logits
+        return clean, logits
 
     def sampled_slots(self, logits: Logits, batch: Batch, step: Step) -> Slots:
         """The clean text in slot 0 and `num_negatives` independent draws from the proposal `logits`."""
@@ -179,29 +173,23 @@ class BestOfN(Refining):
         return Slots(ids, self.feedback_weight(alpha), target, found.valid.view(rows, -1, width))
 
     def score_slots(self, parts: Parts, batch: Batch, clean: CleanHalf, slots: Slots) -> Tensor:
-        """One packed forward [slot_1 | ... | slot_S] over the clean text, then the scorer: scores (R, L/B, S)."""
+        """One packed forward [slot_1 | ... | slot_S], which do not see each other, over the clean text; then the
+        scorer, which alone has a gradient: scores (R, L/B, S)."""
         assert parts.scorer is not None
-        with torch.no_grad():
-            embedding = parts.backbone.embed_tokens(slots.ids)
-        hidden = self._packed_hidden(parts, batch, clean, slots)
-        hidden, embedding = (part.reshape(-1, self.block_size, part.shape[-1]) for part in (hidden, embedding))
-        counted = (batch.document >= 0)[:, None].expand_as(slots.ids).reshape(-1, self.block_size)
-        scores: Tensor = parts.scorer(hidden, embedding, counted)
-        return scores.view(*slots.ids.shape[:2], -1).transpose(1, 2)
-
-    def _packed_hidden(self, parts: Parts, batch: Batch, clean: CleanHalf, slots: Slots) -> Tensor:
-        """The scorer's soft channel (R, S·L, D) of all slots, which do not see each other; without gradient."""
         rows, count, length = slots.ids.shape
-        text = clean_tokens(batch.document, batch.position, self.block_size)
-        slot = torch.arange(count, device=batch.tokens.device).repeat_interleave(length).expand(rows, -1)
         document, position = (part.repeat(1, count) for part in (batch.document, batch.position))
+        slot = torch.arange(count, device=document.device).repeat_interleave(length).expand(rows, -1)
         draft = draft_tokens(document, position, self.block_size, slot)
+        text = clean_tokens(batch.document, batch.position, self.block_size)
         mask = make_mask(draft, concat(text, draft), parts.backbone.backend)
         with torch.no_grad():
+            embedding = parts.backbone.embed_tokens(slots.ids)
             x = self.embed(parts.backbone, slots.ids.flatten(1), slots.alpha.flatten(1))
             out: Forward = parts.backbone(x, position, mask, clean.past)
-        assert parts.scorer is not None
-        return parts.scorer.soft_channel(parts.backbone, out, position, mask, clean.past[-1])
+        hidden = parts.scorer.soft_channel(parts.backbone, out, position, mask, clean.past[-1])
+        hidden, embedding = (part.reshape(-1, self.block_size, part.shape[-1]) for part in (hidden, embedding))
+        scores: Tensor = parts.scorer(hidden, embedding, (document >= 0).reshape(-1, self.block_size))
+        return scores.view(rows, count, -1).transpose(1, 2)
 
     def _real(self, batch: Batch) -> Tensor:
         """Which blocks are text and not padding, (R, L/B) bool."""

@@ -62,8 +62,7 @@ def _switched(block_size: int, width: int, most: int, device: torch.device) -> T
 
 
 def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidates:
-    """The beam's candidates of the next pass; `width` and `swaps` bound those of `search`. A blank draft has one,
-    itself: it has no second token yet."""
+    """The beam's candidates of the next pass, at most `width` with `swaps` swaps; of a blank draft, itself alone."""
     top = Prediction(draft.ids, draft.prob, draft.second_ids, draft.second_prob)
     found = marginal_cost_beam(top, ~draft.given, width=width, swaps=search.swaps, most_swaps=swaps)
     rank = torch.arange(found.valid.shape[1], device=draft.ids.device)

@@ -7,8 +7,7 @@
 A copy of the state is taken between two steps; a thread writes it while training continues, one checkpoint at a time.
 `runs/x/checkpoints/step-N` is written beside its place and renamed, and only then does `runs/x/latest` name it: killed
 at any moment, a run has its last complete checkpoint. Noise and the order of rows are functions of the step, so there
-is no generator state to keep. The headers of the shards say which part of a tensor they hold: any number of ranks can
-read what any other number wrote.
+is no generator state to keep. Shards say which part of a tensor they hold, for any number of ranks to read.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from freda.train import config as config_module
 from freda.train.config import RunConfig
 from freda.train.metrics import ProgressLine, metrics_writer
 from freda.train.optim import clip_and_update, learning_rate, pass_numbers, total_norm
-from freda.train.parallel import Ranks, own_part, release
+from freda.train.parallel import Ranks, own_part, sharded
 from freda.train.setup import Run, setup
 
 VALIDATION_STEP = 0  # validation noise is that of a fixed step, so that its numbers can be compared
@@ -93,7 +93,7 @@ def train(
     write = ranks.agree(lambda: metrics_writer(run.config, folder, done) if ranks.first else lambda numbers: None)
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
     saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), ranks, keep=config.train.keep)
-    with line, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
+    with line.live, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
         return _run_steps(run, saver, done, line, stop, lambda numbers: ranks.agree(lambda: write(numbers)))
 
 
@@ -234,8 +234,7 @@ def _speed(run: Run, flops: float, waited: float, seconds: float) -> dict[str, f
 
 
 def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) -> Tensor:
-    """Backward of every group, its loss divided by the `labels` of the whole step; the sums of loss of this rank's
-    groups, on the device in fp64."""
+    """Backward of every group, its loss divided by the `labels` of the whole step; this rank's sums of loss, fp64."""
     config, losses = run.config.train, []
     for batch, share, passes in zip(batches, run.shares, _passes(run, step), strict=True):
         row = torch.arange(share.start, share.stop)
@@ -294,7 +293,8 @@ def validate(run: Run) -> dict[str, float]:
         found = run.call(run.method.validate, batch, at)
         names = list(found)
         sums.append(torch.stack([value.double() for value in (run.method.labels(batch).sum(), *found.values())]))
-    release(run.root)
+    for module in sharded(run.root):
+        module.reshard()  # frees gathered weights, which no backward will free
     labels, *values = ranks.agree(lambda: ranks.gather(torch.stack(sums).sum(0))).sum(0).tolist()
     return {name: value / labels for name, value in zip(names, values, strict=True)}
 
@@ -317,8 +317,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """A list that fills when SIGINT or SIGTERM arrives. A second Ctrl-C acts as usual; SIGTERM may come twice, from a
-    scheduler and from torchrun."""
+    """A list that fills when SIGINT or SIGTERM arrives. A second Ctrl-C acts as usual; torchrun may repeat SIGTERM."""
     caught, previous = list[int](), dict[int, Any]()
 
     def remember(number: int, frame: FrameType | None) -> None:

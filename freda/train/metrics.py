@@ -10,12 +10,13 @@ same numbers; there a resumed run continues under the same name, and the steps i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -59,7 +60,8 @@ def _step_of(line: str) -> float:
 
 
 class ProgressLine:
-    """The line `name  step 120/400  loss 1.234 ...`: redrawn in place on a terminal, now and then printed elsewhere."""
+    """The line `name  step 120/400  loss 1.234 ...`: redrawn in place on a terminal, within the context `live`; now and
+    then printed elsewhere."""
 
     PLAIN_INTERVAL = 10.0  # seconds between lines when stderr is not a terminal
 
@@ -67,23 +69,14 @@ class ProgressLine:
         self.name, self.steps, self.silent = name, steps, silent
         self.console, self.printed = Console(stderr=True, quiet=silent), time.monotonic()
         drawn = self.console.is_terminal and not silent
-        self.live = Live(console=self.console, refresh_per_second=8) if drawn else None
-
-    def __enter__(self) -> Self:
-        if self.live is not None:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.live is not None:
-            self.live.stop()
+        self.live = Live(console=self.console, refresh_per_second=8) if drawn else contextlib.nullcontext()
 
     def show(self, step: int, numbers: dict[str, Any], seconds_left: float) -> None:
         """Draw the state after `step` steps."""
         line = f"{self.name}  step {step}/{self.steps}  loss {numbers['loss']:.3f}  lr {numbers['lr']:.1e}"
         line += f"  {numbers['tokens_per_s']:,.0f} tokens/s  {seconds_left:.0f} s left"
         due = time.monotonic() - self.printed > self.PLAIN_INTERVAL or step == self.steps
-        if self.live is not None:
+        if isinstance(self.live, Live):
             self.live.update(Text(line))
         elif due and not self.silent:
             self.printed = time.monotonic()

@@ -20,8 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by the names that torch gives t
 
 def make_optimizer(parts: Parts, config: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:
     """AdamW over all weights that learn; matrices decay, norms and biases do not. A group's `scale` multiplies its
-    rate: the backbone, and copies of its layers in other parts, may learn slower. `fused` is the library's CUDA
-    kernel."""
+    rate: the backbone, and copies of its layers, may learn slower. `fused` is the library's CUDA kernel."""
     kinds: dict[tuple[bool, bool], list[Tensor]] = {}
     for part, name, weight in parts.weights():
         if weight.requires_grad:
@@ -45,8 +44,7 @@ def clip_and_update(
     optimizer: torch.optim.AdamW, gradients: Sequence[Tensor], norm: float, most: float, copies: Copies | None = None
 ) -> None:
     """One step of the optimizer with gradients scaled down to the norm `most`. With `copies` the gradients are theirs,
-    and one kernel a weight does it all. The library's fused kernel scales by the attribute that gradient scalers
-    set."""
+    and one kernel a weight does it all. The library's kernel scales by the attribute that gradient scalers set."""
     scale = min(1.0, most / (norm + 1e-6))
     if copies is not None:
         _update_with_copies(optimizer, copies, scale)

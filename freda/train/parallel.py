@@ -144,9 +144,8 @@ class Root(nn.Module):
         return function(self.parts, *arguments)
 
     def in_bfloat16(self, function: Callable[..., T], *arguments: object) -> T:
-        """`function(parts, *arguments)` with bf16 copies of the weights (M17), in which the gradients of all forwards
-        add up. Autocast would cast the weights anew in every forward and backward, and sum the residual stream in
-        fp32."""
+        """`function(parts, *arguments)` with bf16 copies of the weights (M17), where the gradients of all forwards add
+        up. Autocast would cast the weights anew in every forward and backward, and sum the residual stream in fp32."""
         result: T = torch.func.functional_call(self, self._fresh_copies(), (function, *arguments))
         return result
 
@@ -195,18 +194,13 @@ def shard(root: Root, dtype: str, device: torch.device, ranks: Ranks, *, reshard
         if part != BACKBONE:
             fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in _sharded(root):  # gradients are added: losses are divided by the labels of all ranks already
+    for module in sharded(root):  # gradients are added: losses are divided by the labels of all ranks already
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
 
-def release(root: Root) -> None:
-    """Free gathered weights that no backward will free."""
-    for module in _sharded(root):
-        module.reshard()
-
-
-def _sharded(root: Root) -> list[FSDPModule]:
+def sharded(root: Root) -> list[FSDPModule]:
+    """The modules of which each rank has a part."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 

@@ -42,8 +42,7 @@ LEGEND_ENTRY = 1.45
 
 
 def draw_sweep(source: Path, out: Path) -> list[Path]:
-    """Write the tables and figures of a sweep; returns their paths. Without matplotlib, which a machine that only
-    measures may not have, the tables alone."""
+    """Write the tables and, where there is matplotlib, the figures of a sweep; returns their paths."""
     sweep, files = Sweep(read_sweep(source)), dict[Path, str]()
     for part in sweep.config.parts:
         made = [table(sweep) for table in tables.TABLES[part]]

@@ -147,9 +147,9 @@ PARTS: Mapping[str, Callable[[SweepConfig, Setting, Decoding], list[Setting]]] =
 
 
 def settings_of(parts: Sequence[str], sweep: SweepConfig, system: SystemConfig, decoding: Decoding) -> list[Setting]:
-    """The settings that parts of a sweep measure of a system, in the order of the parts. Values that have no effect are
-    the system's own, so that equal decoding is one point: one pass commits everything, and candidates compete from the
-    second pass on."""
+    """The settings that parts of a sweep measure of a system, in the order of the parts. Values without effect (one
+    pass commits everything, candidates compete from the second on) are the system's own: equal decoding is one
+    point."""
     own, found = main_setting(system, decoding), dict[Setting, None]()
     for setting in (setting for part in parts for setting in PARTS[part](sweep, own, decoding)):
         live = set(decoding.axes) & ({"passes"} if setting.passes == 1 else set(Setting._fields))
@@ -238,8 +238,7 @@ class Sweep:
         return [(setting, score) for setting, score in found if score is not None]
 
     def paired(self, system: str, task: str) -> Compared | None:
-        """The system against the baseline, question by question, with the main settings; of several seeds, the fraction
-        that solves a question."""
+        """The system against the baseline, question by question: the fraction of its seeds that are right."""
         if self.baseline is None or system == self.baseline:
             return None
         names = (self.baseline, system)

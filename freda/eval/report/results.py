@@ -5,8 +5,7 @@ A process may be killed at any moment: a line that was cut off or damaged is ski
 
 Questions differ much more than models do, so two scores are compared question by question: what counts is where they
 disagree. The interval is that of Agresti and Min (2005): the normal one of the mean of the differences (−1, 0 or 1), at
-95%, after adding half a question to each of the four outcomes. Without these, two evaluations that agree on a few
-questions would be equal for certain.
+95%, after adding half a question to each of the four outcomes, or few questions could make two models equal for sure.
 """
 
 from __future__ import annotations

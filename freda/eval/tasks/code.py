@@ -92,8 +92,7 @@ def _mbpp_prompt(row: dict[str, Any]) -> str:
 def executed(
     program_of: Callable[[Mapping[str, Any], str], tuple[str, str]],
 ) -> Callable[[Sequence[Example], Sequence[str]], list[Graded]]:
-    """A `Task.grade_all` that runs completions in the sandbox; `program_of` makes a program and its tests of a row and
-    a completion."""
+    """A `Task.grade_all` that runs in the sandbox what `program_of` makes of a row and a completion: program, tests."""
 
     def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
         verdicts = _verdicts([program_of(example.row, text) for example, text in zip(examples, texts, strict=True)])

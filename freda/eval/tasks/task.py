@@ -1,7 +1,6 @@
 """What a benchmark is: a value that reads questions and grades answers, and knows no model.
 
-`reference` gives a text that must be graded as right, and a constant wrong answer must not: `freda eval --self-check`
-tests the graders with them.
+`reference` gives a text that must be graded as right: `freda eval --self-check` tests the graders with it.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class Task:
     check_installed: Callable[[], None] = lambda: None  # raises if a package that the grader needs is missing
 
     def examples(self, folder: Path, limit: int = 0, *, unpublished: bool = False) -> list[Example]:
-        """The first `limit` questions in a data folder, or all if it is 0; those that are not the published ones are
-        refused unless `unpublished` is set."""
+        """The first `limit` questions in a folder, or all if it is 0; others than published only if `unpublished`."""
         self.check_installed()
         examples = self.load(folder, self.rows)
         found = checksum(examples)
