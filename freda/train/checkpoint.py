@@ -126,11 +126,8 @@ class Saver(contextlib.AbstractContextManager["Saver"]):
     def _write(self, shot: Snapshot, shape: ModelConfig) -> None:
         folder = self.run / "checkpoints" / f"step-{shot.step}"
         temporary, ranks, group = beside(folder), self._ranks, self._ranks.saving
+        whole = written_beside(folder, replace=True)
         with contextlib.ExitStack() as stack, _cannot_write(folder):
-
-            def begin() -> None:
-                if ranks.first:
-                    stack.enter_context(written_beside(folder, replace=True))
 
             def finish() -> None:
                 if ranks.first:
@@ -139,7 +136,7 @@ class Saver(contextlib.AbstractContextManager["Saver"]):
                     write_whole(self.run / "latest", folder.name + "\n")
                     prune(self.run, self._keep)
 
-            ranks.agree(begin, group)
+            ranks.agree(lambda: stack.enter_context(whole) if ranks.first else None, group)
             ranks.agree(lambda: self._write_weights(temporary, shot, shape), group)
             self._write_moments(temporary / OPTIMIZER, shot.moments)
             own = ranks.agree(lambda: checksums(temporary, self._own_files(temporary, shot)), group)
