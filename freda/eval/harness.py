@@ -51,18 +51,14 @@ class Answerer:
         """log p of whole texts; too long ones are cut as lm_eval cuts them, into windows that see one token before."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        loaded = self.model.loaded
+        loaded, texts = self.model.loaded, list[list[Pair]]()
         eos, longest = loaded.tokenizer.eos_id, loaded.backbone.config.max_positions - 1
-        owners, pairs = list[int](), list[Pair]()
-        for number, request in enumerate(requests):
+        for request in requests:
             windows = get_rolling_token_windows(loaded.tokenizer.encode(request.args[0]), eos, longest, context_len=1)
-            for first, window in enumerate(map(make_disjoint_window, windows)):
-                pairs.append(window if first else (self._before(), window[1]))
-                owners.append(number)
-        sums = [0.0] * len(requests)
-        for number, scored in zip(owners, log_likelihood(loaded, pairs), strict=True):
-            sums[number] += scored.log_prob
-        return sums
+            pairs = enumerate(map(make_disjoint_window, windows))
+            texts.append([(before if number else self._before(), own) for number, (before, own) in pairs])
+        scored = iter(log_likelihood(loaded, [pair for text in texts for pair in text]))
+        return [sum((next(scored).log_prob for _ in text), 0.0) for text in texts]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Texts up to the first of each request's stop strings; an empty one where a request cannot be answered."""
