@@ -18,7 +18,7 @@ from typing import Any
 
 from freda.errors import require
 from freda.eval.tasks.sandbox import Verdict, run_many
-from freda.eval.tasks.task import Example, Graded, Task, json_rows
+from freda.eval.tasks.task import Example, GradeAll, Graded, Task, json_rows
 
 FUNCTION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # what follows the body of a function
 MOST_KNOWN = 100_000  # verdicts kept, a few kilobytes each
@@ -89,9 +89,7 @@ def _mbpp_prompt(row: dict[str, Any]) -> str:
     )
 
 
-def executed(
-    program_of: Callable[[Mapping[str, Any], str], tuple[str, str]],
-) -> Callable[[Sequence[Example], Sequence[str]], list[Graded]]:
+def executed(program_of: Callable[[Mapping[str, Any], str], tuple[str, str]]) -> GradeAll:
     """A `Task.grade_all` that runs in the sandbox what `program_of` makes of a row and a completion: program, tests."""
 
     def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:

@@ -41,6 +41,9 @@ class Graded(NamedTuple):
     also: Mapping[str, bool] = MappingProxyType({})  # verdicts by other rules than the headline's
 
 
+GradeAll = Callable[[Sequence[Example], Sequence[str]], list[Graded]]  # all at once: some graders run in parallel
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A benchmark: where its questions come from, how they are asked and how answers are graded."""
@@ -49,7 +52,7 @@ class Task:
     kind: Kind  # the panel of a figure that it belongs to
     rows: int  # in the published file; fewer or more are an error
     load: Callable[[Path, int], list[Example]]  # from a data folder and `rows`, in the order of the file
-    grade_all: Callable[[Sequence[Example], Sequence[str]], list[Graded]]  # all at once: some graders run in parallel
+    grade_all: GradeAll
     reference: Callable[[Example], str] = lambda example: example.gold  # a right answer
     max_new_tokens: int = 1
     checksum: str = ""  # first digits of the published questions' checksum; empty where it is not known
@@ -69,7 +72,7 @@ class Task:
         return examples[:limit] if limit else examples
 
 
-def one_by_one(grade: Callable[[Example, str], Graded]) -> Callable[[Sequence[Example], Sequence[str]], list[Graded]]:
+def one_by_one(grade: Callable[[Example, str], Graded]) -> GradeAll:
     """A `Task.grade_all` that grades every text by itself."""
     return lambda examples, texts: [grade(*pair) for pair in zip(examples, texts, strict=True)]
 
