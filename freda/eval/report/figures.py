@@ -62,25 +62,25 @@ def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:
     """Draw a part of the sweep as PNG and SVG; nothing where there is nothing to draw."""
     if part != "main" and not sweep.panels():
         return []  # likelihoods have no passes, thresholds or candidates
-    import matplotlib.pyplot as plt
+    import matplotlib
 
-    plt.switch_backend("Agg")
-    with plt.rc_context(STYLE):
-        figure = DRAWINGS[part](plt, sweep)
+    with matplotlib.rc_context(STYLE):
+        figure = DRAWINGS[part](sweep)
         if figure is None:
             return []
         png, svg = folder / f"{part}.png", folder / f"{part}.svg"
         figure.savefig(png, dpi=200, metadata={"Software": None})
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
-        plt.close(figure)
     return [png, svg]
 
 
-def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[Any]]:
-    """A grid of titled panels, with room above for the legend that `_finish` adds."""
+def _panels(titles: Sequence[str], rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure and its grid of titled panels, with room above for the legend that `_finish` adds."""
+    from matplotlib.figure import Figure
+
     columns = -(-len(titles) // rows)
-    size = (max(4.2, PANEL[0] * columns), PANEL[1] * rows + 0.45)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    figure = Figure((max(4.2, PANEL[0] * columns), PANEL[1] * rows + 0.45), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis, title in itertools.zip_longest(axes.flat, titles):
         axis.set_visible(title is not None)
         axis.set_title(title or "")
@@ -135,10 +135,10 @@ def _above(axis: Any, text: str, place: tuple[float, float], height: float, colo
 # -- the parts -------------------------------------------------------------------------------------------------------
 
 
-def main_figure(plt: Any, sweep: Sweep) -> Any:
+def main_figure(sweep: Sweep) -> Any:
     """Every system on every task, with error bars; the paper's numbers in grey where it has them."""
     rows = -(-len(sweep.tasks) // 4)
-    figure, axes = _panels(plt, list(sweep.tasks), rows=rows)
+    figure, axes = _panels(list(sweep.tasks), rows=rows)
     first_of_row = axes[:: -(-len(axes) // rows)]
     for axis, task in zip(axes, sweep.tasks, strict=True):
         names: list[str] = []
@@ -161,7 +161,7 @@ def main_figure(plt: Any, sweep: Sweep) -> Any:
     return figure
 
 
-def passes_figure(plt: Any, sweep: Sweep) -> Any:
+def passes_figure(sweep: Sweep) -> Any:
     """Figure iter-scaling. Above the points: what the better of the refining systems has gained since one pass."""
     settings = [setting for system in sweep.systems for setting in sweep.settings("passes", system)]
     stops = {setting.passes for setting in settings if setting.threshold < NEVER}
@@ -184,13 +184,13 @@ def passes_figure(plt: Any, sweep: Sweep) -> Any:
             axis.axvline((max(stops) + min(off)) / 2, color=GREY, linestyle=":", linewidth=1)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
-    return _by_kind(plt, sweep, "passes per block", curves)
+    return _by_kind(sweep, "passes per block", curves)
 
 
-def pareto_figure(plt: Any, sweep: Sweep) -> Any:
+def pareto_figure(sweep: Sweep) -> Any:
     """Figure pareto-frontier: all points faint, the frontier as a line."""
     panels = pareto_panels(sweep)
-    figure, axes = _panels(plt, panels, rows=-(-len(panels) // 4))
+    figure, axes = _panels(panels, rows=-(-len(panels) // 4))
     for axis, panel in zip(axes, panels, strict=True):
         for system in sweep.systems:
             scores, look = [score for _, score in sweep.scores("pareto", system, panel)], look_of(sweep, system)
@@ -203,11 +203,11 @@ def pareto_figure(plt: Any, sweep: Sweep) -> Any:
     return _finish(figure, axes, "tokens per forward")
 
 
-def stability_figure(plt: Any, sweep: Sweep) -> Any:
+def stability_figure(sweep: Sweep) -> Any:
     """Tokens that each pass mends and spoils, and how much of a clean draft it keeps."""
     if not sweep.stability:
         return None
-    figure, axes = _panels(plt, ("Right tokens", "Changed by a pass", "Clean draft kept"))
+    figure, axes = _panels(("Right tokens", "Changed by a pass", "Clean draft kept"))
     tasks = list(dict.fromkeys(found["task"] for found in sweep.stability))
     dashes = dict(zip(tasks, itertools.cycle(DASHES), strict=False))
     spoiled = {"label": None, "alpha": 0.45, "markerfacecolor": "white"}
@@ -227,7 +227,7 @@ def stability_figure(plt: Any, sweep: Sweep) -> Any:
     return figure
 
 
-def tau_figure(plt: Any, sweep: Sweep) -> Any:
+def tau_figure(sweep: Sweep) -> Any:
     """Table alpha_ablation as curves, the paper's in grey."""
 
     def curves(axis: Any, panel: str) -> None:
@@ -244,10 +244,10 @@ def tau_figure(plt: Any, sweep: Sweep) -> Any:
         axis.set_xscale("symlog", linthresh=0.1)
 
     scored = any(decoding.scores for decoding in sweep.decoding.values())
-    return _by_kind(plt, sweep, "weight of the scorer, τ", curves) if scored else None
+    return _by_kind(sweep, "weight of the scorer, τ", curves) if scored else None
 
 
-def width_figure(plt: Any, sweep: Sweep) -> Any:
+def width_figure(sweep: Sweep) -> Any:
     """Table bon_width_ablation as curves: one for each number of passes."""
     scoring = [name for name in sweep.systems if sweep.decoding[name].scores]
 
@@ -260,19 +260,19 @@ def width_figure(plt: Any, sweep: Sweep) -> Any:
                 _curve(axis, [(s.width, score) for s, score in known if s.passes == passes], **look)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
-    return _by_kind(plt, sweep, "candidates, N", curves) if scoring else None
+    return _by_kind(sweep, "candidates, N", curves) if scoring else None
 
 
-def _by_kind(plt: Any, sweep: Sweep, label: str, curves: Callable[[Any, str], None]) -> Any:
+def _by_kind(sweep: Sweep, label: str, curves: Callable[[Any, str], None]) -> Any:
     """A panel for each kind of task, drawn by `curves`."""
-    figure, axes = _panels(plt, [panel.capitalize() for panel in sweep.panels()])
+    figure, axes = _panels([panel.capitalize() for panel in sweep.panels()])
     for axis, panel in zip(axes, sweep.panels(), strict=True):
         curves(axis, panel)
         axis.margins(y=0.15)
     return _finish(figure, axes, label)
 
 
-DRAWINGS: dict[str, Callable[[Any, Sweep], Any]] = {
+DRAWINGS: dict[str, Callable[[Sweep], Any]] = {
     "main": main_figure,
     "passes": passes_figure,
     "pareto": pareto_figure,
