@@ -8,11 +8,10 @@ a model that carries the manifest of its training data gets the question in the 
 from __future__ import annotations
 
 import contextlib
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from freda.data import mini
 from freda.data.tokenizer import Tokenizer
@@ -22,7 +21,7 @@ from freda.decode.request import Output, Pass
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
 from freda.folders.resolve import resolve_model_folder
-from freda.sections import build
+from freda.sections import apply_override, build
 
 HELP = """/reset            forget the conversation
 /set passes=2     change a setting: passes, threshold, max_new_tokens, temperature, ...
@@ -109,13 +108,11 @@ class Chat:
         return name[1:] not in LEAVE
 
     def _change(self, text: str) -> None:
-        key, equals, value = (part.strip() for part in text.partition("="))
-        require(bool(key and equals and value), "name a setting and its value: /set passes=2")
-        try:
-            changed = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            changed = value
-        self.decode = build(DecodeConfig, {**asdict(self.decode), **checked({key: changed})}, "")
+        key, _, value = (part.strip() for part in text.partition("="))
+        require(bool(key and value), "name a setting and its value: /set passes=2")
+        changed: dict[str, Any] = {}
+        apply_override(changed, f"decode.{key}={value}")
+        self.decode = build(DecodeConfig, {**asdict(self.decode), **checked(changed["decode"])}, "")
 
 
 def rendered(template: str, tokenizer: Tokenizer, turns: list[dict[str, str]]) -> str:
