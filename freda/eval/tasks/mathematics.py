@@ -83,8 +83,9 @@ def grade_math500(examples: Sequence[Example], texts: Sequence[str]) -> list[Gra
     pairs = [(example, answer_of(text)) for example, text in zip(examples, texts, strict=True)]
     verdicts, graded = iter(in_workers(same, [(example.gold, answer) for example, answer in pairs if answer])), []
     for example, answer in pairs:
-        right, failed = next(verdicts) if answer else None, f"the grader failed, or gave up after {SECONDS} s"
-        unknown = Graded(False, failed if answer else "no answer", answer)
+        right = next(verdicts) if answer else None
+        why = f"the grader failed, or gave up after {SECONDS} s" if answer else "no answer"
+        unknown = Graded(False, why, answer)
         graded.append(unknown if right is None else compared_with_gold(right, answer, example))
     return graded
 
