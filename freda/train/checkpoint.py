@@ -18,7 +18,6 @@ import math
 import shutil
 import threading
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -169,7 +168,7 @@ class Saver(contextlib.AbstractContextManager["Saver"]):
             held += own_part(tensor).nbytes
         alone, group = self._ranks.world == 1, self._ranks.saving
         # A rank has no part of a tensor with fewer rows than ranks, but all must know the file of each.
-        names = dict(ChainMap(*self._ranks.exchange(names, group)))
+        names = {name: number for part in self._ranks.exchange(names, group) for name, number in part.items()}
         writer = HuggingFaceStorageWriter(str(folder), names, save_distributed=True)
         try:
             save(moments, storage_writer=writer, process_group=group, no_dist=alone)
