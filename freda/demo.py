@@ -1,9 +1,8 @@
 """`freda demo`: from a corpus to models that refine their drafts, in a few minutes on two cores.
 
-A corpus of word problems, an autoregressive base, and from the same weights with the same rows one continuation as
-block diffusion and one as self-refinement, which then gets a Best-of-N scorer; then a table of what each gets right
-with 1 to 4 passes, and three problems being refined pass by pass. The bundled model answers a question of each kind
-first, before anything is trained.
+The bundled model answers a question of each kind first. Then a corpus of word problems, an autoregressive base, and
+from the same weights with the same rows one continuation as block diffusion and one as self-refinement, which gets a
+Best-of-N scorer; a table of what each gets right with 1 to 4 passes, and three problems being refined pass by pass.
 """
 
 from __future__ import annotations
@@ -84,11 +83,10 @@ def make_plan(out: Path, seed: int, *, quick: bool) -> Plan:
     if not quick:
         return plan
     few = {"steps": 3, "warmup_steps": 1, "validation_rows": 2}
-    trainings = {name: replace(getattr(plan, name), **few) for name in ("base", "tuned", "scorer")}
-    corpus = replace(plan.corpus, problems=300, validation_problems=64)
-    return replace(
-        plan, **trainings, corpus=corpus, model=replace(plan.model, dim=32, layers=1, ffn_dim=96), test_problems=4
-    )
+    small: dict[str, Any] = {name: replace(getattr(plan, name), **few) for name in ("base", "tuned", "scorer")}
+    small["corpus"] = replace(plan.corpus, problems=300, validation_problems=64)
+    small["model"] = replace(plan.model, dim=32, layers=1, ffn_dim=96)
+    return replace(plan, **small, test_problems=4)
 
 
 def run_demo(out: Path, *, seed: int, quick: bool) -> None:
@@ -152,8 +150,7 @@ def _train(plan: Plan, folder: Path, method: Method, settings: TrainConfig) -> M
 
 def _scores(name: str, model: Model, test: list[Item]) -> list[dict[str, Any]]:
     """One row of the table for each number of passes."""
-    rows = []
-    axes = model.loaded.method.axes
+    rows, axes = [], model.loaded.method.axes
     scores = "width" in axes  # candidates compete from the second pass on
     for passes in (PASSES[1:] if scores else PASSES) if axes else PASSES[:1]:
         settings: dict[str, Any] = {"passes": passes, "threshold": THRESHOLD, "max_new_tokens": LONGEST_SOLUTION}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freda.data.loader import Loader
+from freda.data.loader import Batch, Loader
 from freda.data.shards import Documents, Manifest, shard_lines
 from freda.data.shards import verify as verify_shards
 from freda.data.tokenizer import Tokenizer
@@ -21,23 +20,23 @@ from freda.train.metrics import read_metrics
 SHOWN_TOKENS = 60  # of the first document
 
 
-class ShardView(NamedTuple):
-    """How much of token shards to show."""
-
-    rows: int = 0  # packed rows shown as text
-    seq_len: int = 4096
-    block_size: int = 4
-    histogram: Path | None = None  # a PNG of the document lengths
-    verify: bool = False  # check all hashes
-
-
-def describe(path: Path, view: ShardView = ShardView()) -> str:
-    """Describe the model, run or token shards at `path`; `view` is for token shards."""
+def describe(
+    path: Path,
+    rows: int = 0,
+    seq_len: int = 4096,
+    block_size: int = 4,
+    histogram: Path | None = None,
+    verify: bool = False,
+) -> str:
+    """Describe the model, run or token shards at `path`. For token shards: `rows` packed rows of `seq_len` tokens as
+    text, with blocks marked; a PNG of the document lengths; and a check of all hashes."""
     path = model_path(path)
     if not path.exists():
         raise missing_model(path)
     if (path / "manifest.json").is_file() or (path / ".freda-prepare").is_dir():
-        return _shards(path, view)  # refuses shards that are still being written
+        return _shards(
+            path, rows, seq_len, block_size, histogram, verify
+        )  # refuses shards that are still being written
     return _run(path) if (path / "config.toml").is_file() else _model(path)
 
 
@@ -57,10 +56,8 @@ def _model(path: Path) -> str:
 
 
 def _run(path: Path) -> str:
-    metrics = path / "metrics.jsonl"
-    entries = read_metrics(metrics) if metrics.is_file() else []
-    steps = [entry for entry in entries if "loss" in entry]
-    checks = [entry for entry in entries if "validation" in entry]
+    entries = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+    steps, checks = ([entry for entry in entries if key in entry] for key in ("loss", "validation"))
     lines = [f"  step {entry['step']}, loss {entry['loss']:.4f}" for entry in steps[-1:]]
     for entry in checks[-1:]:
         values = ", ".join(f"{name} {value:.4f}" for name, value in entry["validation"].items())
@@ -68,29 +65,28 @@ def _run(path: Path) -> str:
     return "\n".join([f"run {path}", *lines, _model(path)])
 
 
-# -- token shards ----------------------------------------------------------------------------------------------------
-
-
-def _shards(path: Path, view: ShardView) -> str:
-    """Counts and lengths of the documents, and whatever else `view` asks for."""
-    require(view.rows >= 0, f"rows is {view.rows}; use 0 or more")
-    require(view.block_size >= 1, f"block_size is {view.block_size}; use 1 or more")
-    picture = view.histogram
-    require(picture is None or picture.suffix == ".png", f"histogram is {picture}; name a .png file")
+def _shards(path: Path, rows: int, seq_len: int, block_size: int, histogram: Path | None, verify: bool) -> str:
+    require(rows >= 0, f"rows is {rows}; use 0 or more")
+    require(block_size >= 1, f"block_size is {block_size}; use 1 or more")
+    require(histogram is None or histogram.suffix == ".png", f"histogram is {histogram}; name a .png file")
     manifest = Manifest.read(path)
     documents, tokenizer = Documents(path, "train", manifest), Tokenizer.load(path)
     lengths = documents.lengths()
     lines = [f"token shards {path}, documents aligned to {manifest.align}, tokenizer {manifest.tokenizer[:8]}"]
     lines += [*shard_lines(manifest), "lengths of training documents, in tokens:", *_histogram_lines(lengths)]
-    if view.rows:
-        lines += _row_lines(path, tokenizer, view)
+    if rows:
+        loader = Loader(path, "train", seq_len=seq_len, seed=0)
+        shape = f"{loader.rows:,} rows of {seq_len}, {100 * loader.fullness:.2f}% full"
+        lines.append(f"{shape}; ‖ document, | block of {block_size}")
+        for number in range(min(rows, loader.rows)):
+            lines += [f"row {number}", _row_text(loader.batch(number, 1), tokenizer, block_size)]
     else:
         first = tokenizer.pieces(documents.document(0)[:SHOWN_TOKENS].tolist())
         lines.append("first document: " + "|".join(first))
-    if picture is not None:
-        _draw_histogram(lengths, picture)
-        lines.append(f"wrote {picture}")
-    if view.verify:
+    if histogram is not None:
+        _draw_histogram(lengths, histogram)
+        lines.append(f"wrote {histogram}")
+    if verify:
         verify_shards(path, manifest)
         lines.append("all hashes are right")
     return "\n".join(lines)
@@ -100,8 +96,7 @@ def _histogram_lines(lengths: NDArray[np.int64]) -> list[str]:
     """Documents by length, in powers of two, as bars."""
     counts = np.bincount(np.ceil(np.log2(lengths)).astype(int)).tolist()
     bars = ["█" * max(1, round(40 * count / max(counts))) for count in counts]
-    found = enumerate(zip(counts, bars, strict=True))
-    return [f"  up to {2**power:>8,} {count:>10,} {bar}" for power, (count, bar) in found if count]
+    return [f"  up to {2**power:>8,} {counts[power]:>10,} {bar}" for power, bar in enumerate(bars) if counts[power]]
 
 
 def _draw_histogram(lengths: NDArray[np.int64], target: Path) -> None:
@@ -116,18 +111,10 @@ def _draw_histogram(lengths: NDArray[np.int64], target: Path) -> None:
     figure.savefig(target)
 
 
-def _row_lines(path: Path, tokenizer: Tokenizer, view: ShardView) -> list[str]:
-    """Packed rows as text: ‖ begins a document, | begins a block, · is padding."""
-    size = view.block_size
-    loader = Loader(path, "train", seq_len=view.seq_len, seed=0)
-    shape = f"{loader.rows:,} rows of {view.seq_len}, {100 * loader.fullness:.2f}% full"
-    lines = [f"{shape}; ‖ document, | block of {size}"]
-    for number in range(min(view.rows, loader.rows)):
-        batch = loader.batch(number, 1)
-        pieces = tokenizer.pieces(batch.tokens[0].tolist())
-        text = ""
-        for piece, document, place in zip(pieces, batch.document[0].tolist(), batch.position[0].tolist(), strict=True):
-            border = "‖" if place == 0 else "|" if place % size == 0 else ""
-            text += "·" if document < 0 else border + piece
-        lines += [f"row {number}", text]
-    return lines
+def _row_text(batch: Batch, tokenizer: Tokenizer, size: int) -> str:
+    """A packed row: ‖ begins a document, | begins a block of `size` tokens, · is padding."""
+    text, pieces = "", tokenizer.pieces(batch.tokens[0].tolist())
+    for piece, document, place in zip(pieces, batch.document[0].tolist(), batch.position[0].tolist(), strict=True):
+        border = "‖" if place == 0 else "|" if place % size == 0 else ""
+        text += "·" if document < 0 else border + piece
+    return text

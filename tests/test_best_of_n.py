@@ -29,11 +29,11 @@ BEST = BestOfN(block_size=4, num_negatives=3)
 
 
 def proposed(model: Parts, batch: Batch, passes: int = 2, best: BestOfN = BEST) -> Logits:
-    return best.proposal(model, batch, best.frozen_clean_half(model, batch), passes)
+    return best.proposal(model, batch, passes)[1]
 
 
 def scores_of(model: Parts, batch: Batch, slots: Slots, best: BestOfN = BEST) -> Tensor:
-    return best.score_slots(model, batch, best.frozen_clean_half(model, batch), slots)
+    return best.score_slots(model, batch, best.proposal(model, batch, 1)[0], slots)
 
 
 def at(batch: Batch, passes: int = 2, step: int = 0) -> Step:

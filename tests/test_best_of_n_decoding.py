@@ -120,8 +120,8 @@ def test_a_layer_of_its_own_scores_as_in_training() -> None:
     batch = Batch(
         texts_[:1], torch.zeros(1, 12).int(), torch.arange(12).int()[None], torch.zeros(1, 12, dtype=torch.bool)
     )
-    clean = BEST.frozen_clean_half(model, batch)
-    logits = BEST.proposal(model, batch, clean, passes=1).all().log_softmax(-1)
+    clean, proposed = BEST.proposal(model, batch, passes=1)
+    logits = proposed.all().log_softmax(-1)
     prob = logits.expand(4, -1, -1).gather(-1, texts_[..., None])[..., 0]
     slots = Slots(texts_[None], prob.exp()[None], torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, 4).bool())
     values = prob[:, 8:].sum(-1) + BEST.score_slots(model, batch, clean, slots)[0, 2]

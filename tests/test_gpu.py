@@ -79,8 +79,8 @@ def test_flex_equals_sdpa_for_packed_slots() -> None:
     for backend in ("sdpa", "flex"):
         parts = model_for("best-of-n", head_dim=32).cuda()
         parts.backbone.backend = backend  # type: ignore[assignment]
-        clean = rule.frozen_clean_half(parts, batch)
-        slots = slots or rule.sampled_slots(rule.proposal(parts, batch, clean, 2), batch, step)
+        clean, logits = rule.proposal(parts, batch, 2)
+        slots = slots or rule.sampled_slots(logits, batch, step)
         scores = rule.score_slots(parts, batch, clean, slots)[(batch.document >= 0)[:, ::4]]
         scores.square().sum().backward()  # type: ignore[no-untyped-call]
         gradients = {n: w.grad for n, w in parts.named_parameters() if w.requires_grad and w.grad is not None}

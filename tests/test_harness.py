@@ -267,10 +267,10 @@ def test_groups_and_lengths_of_lm_evals_tasks(
 ) -> None:
     write_registry(tmp_path / "registry", monkeypatch)
     loaded, settings = models["autoregressive"], dataclasses.replace(SHORT, max_new_tokens=300)
-    found = run_task(Model(loaded), "plain", tmp_path, settings=settings, limit=2)
+    found = run_task(make_lm(Model(loaded), settings), "plain", tmp_path, limit=2)
     assert (found["n"], found["nfe"]) == (2, 300), "a task without a length has ours, and not lm_eval's 256"
     assert harness_line(found).startswith("plain: lm_eval exact_match,none 0.0000")
-    found = run_task(Model(loaded), "both", tmp_path, settings=SHORT)
+    found = run_task(make_lm(Model(loaded), SHORT), "both", tmp_path)
     assert {"plain exact_match,none", "letters acc,none"} <= found["metrics"].keys() and found["n"] == 6
 
 

@@ -27,7 +27,7 @@ from freda.data.synthetic import Item, Split, split_of
 from freda.data.tokenizer import Tokenizer
 from freda.decode.request import cut_at_stop
 from freda.errors import FredaError
-from freda.eval.selfcheck import self_check
+from freda.eval.command import self_check
 from freda.eval.tasks import TASKS
 from freda.eval.tasks.task import Example
 

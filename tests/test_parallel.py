@@ -248,8 +248,7 @@ def test_the_ranks_of_a_beam_run_have_unlike_counts(folder: Path) -> None:
     rule = run.method
     assert isinstance(rule, BestOfN)
     for batch in (batch for step in range(STEPS) for batch in loop.read_batches(run, step)):
-        clean = rule.frozen_clean_half(run.parts, batch)
-        slots = rule.beam_slots(rule.proposal(run.parts, batch, clean, passes=2), batch)
+        slots = rule.beam_slots(rule.proposal(run.parts, batch, passes=2)[1], batch)
         in_row = ((slots.target >= 0) & (batch.document >= 0)[:, :: rule.block_size]).sum(1)
         counts.append((int(in_row[:2].sum()), int(in_row[2:].sum())))
     assert any(left != right for left, right in counts if left and right), counts

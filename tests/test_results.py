@@ -18,10 +18,9 @@ from freda.data.shards import Manifest
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError
-from freda.eval.command import progress
+from freda.eval.command import progress, self_check
 from freda.eval.evaluate import evaluate, fingerprint, result_line
 from freda.eval.report.results import compare, read_samples, wilson
-from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, mathematics
 from freda.eval.tasks.multiple_choice import GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows

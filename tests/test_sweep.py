@@ -93,7 +93,7 @@ def test_each_system_reads_its_own_files_and_choices_are_asked_once(
     sums = dataclasses.replace(TASKS["sums"], load=lambda data, rows: read.append(data) or [example])
     mine, other = SystemConfig(models=("x",), data="mine"), SystemConfig(models=("y",))
     file = SweepFile(sweep=SMALL, system={"a": mine, "b": other, "c": other})
-    assert len(sweeps._questions(file, [sums], Path("all"), unpublished=False)) == 3
+    assert len(sweeps._questions(file, [sums], Path("all"), False)) == 3
     assert read == [Path("mine"), Path("all")]
     asked: list[str] = []
 

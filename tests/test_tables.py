@@ -303,13 +303,10 @@ def test_every_part_can_be_drawn_and_tabled_for_many_tasks(tmp_path: Path) -> No
     svg = (tmp_path / "passes.svg").read_text()
     assert all(words in svg for words in ("Mathematics", "Coding", "Overall", "paper (4B)", "passes per block"))
     assert "humaneval" in (tmp_path / "pareto.svg").read_text()
-    import matplotlib.pyplot as plt
-
-    axes = passes_figure(plt, sweep).axes
+    axes = passes_figure(sweep).axes
     gains = [text.get_text() for text in axes[0].texts]
     assert gains == [f"{4.0 * min(k - 1, 3) + (11.0 if k >= 4 else 0.0):+.1f}" for k in range(2, 7)], "since one pass"
     assert any(list(line.get_xdata()) == [3.5, 3.5] for line in axes[0].lines), "where the early stop goes off"
-    plt.close("all")
     only = sweep_of(
         [point("a", "sums", Setting(1, 0.9, 4, 0.1), "10")],
         methods={"a": "autoregressive"},

@@ -19,8 +19,8 @@ from freda.decode.api import Model
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.decode.request import cut_at_stop
 from freda.errors import FredaError
+from freda.eval.command import self_check
 from freda.eval.evaluate import evaluate
-from freda.eval.selfcheck import self_check
 from freda.eval.tasks import TASKS, mathematics
 from freda.eval.tasks.multiple_choice import CHOICES, GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
@@ -228,9 +228,9 @@ def test_mbpp_asks_the_test_rows(data: Path) -> None:
 
 def test_a_guess_must_be_right_as_often_as_guessing_is(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = self_check(TASKS["gpqa_diamond"], data)
-    assert found.passed and not dataclasses.replace(found, guessed=0.25 + 4.1 * (0.25 * 0.75 / found.n) ** 0.5).passed
-    assert not dataclasses.replace(found, n=10_000, references=10_000, guessed=0.23).passed
-    assert not dataclasses.replace(found, references=found.n - 1).passed
+    assert found.passed and not found._replace(guessed=0.25 + 4.1 * (0.25 * 0.75 / found.n) ** 0.5).passed
+    assert not found._replace(n=10_000, references=10_000, guessed=0.23).passed
+    assert not found._replace(references=found.n - 1).passed
 
 
 def test_a_wrong_grader_is_found(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

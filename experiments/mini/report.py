@@ -22,7 +22,6 @@ from freda.eval.report.tables import (
     Table,
     as_markdown,
     main_table,
-    pareto_scores,
     speed_up,
     speed_up_table,
     tau_table,
@@ -203,8 +202,8 @@ def fixed_schedule_ratios(sweep: Sweep, system: str, tasks: Sequence[str]) -> li
     """By task, tokens per forward over those of the fastest fixed schedule, at matched accuracy."""
     found = []
     for task in tasks:
-        fixed = [score for setting, score in pareto_scores(sweep, "block-diffusion", task) if setting.threshold > 1]
-        found.append(speed_up(fixed, [score for _, score in pareto_scores(sweep, system, task)]) or 0.0)
+        fixed = [score for setting, score in sweep.scores("pareto", "block-diffusion", task) if setting.threshold > 1]
+        found.append(speed_up(fixed, [score for _, score in sweep.scores("pareto", system, task)]) or 0.0)
     return found
 
 
@@ -310,7 +309,7 @@ def _claims_b(sweep: Sweep) -> list[tuple[Cell, ...]]:
 
 def _claims_c(sweep: Sweep) -> list[tuple[Cell, ...]]:
     tasks = ("mini_math", "mini_code")
-    pairs = ([[s for _, s in pareto_scores(sweep, name, task)] for name in _COMPARED] for task in tasks)
+    pairs = ([[s for _, s in sweep.scores("pareto", name, task)] for name in _COMPARED] for task in tasks)
     threshold = statistics.fmean(speed_up(*pair) or 0.0 for pair in pairs)
     fixed = statistics.fmean(fixed_schedule_ratios(sweep, "self-refine", tasks))
     later = [float(str(row[4])) for row in stability_table(sweep).rows if int(str(row[2])) > 2]

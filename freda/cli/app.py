@@ -1,7 +1,6 @@
 """The command line itself: how it is run, how it fails, and the options that several commands share.
 
-Nothing heavy is imported here or at module level of the commands, so that `freda --help` answers at once. Only `main`
-ends the process.
+Nothing heavy is imported here or at module level of the commands, so that `freda --help` answers at once.
 """
 
 from __future__ import annotations
@@ -105,18 +104,9 @@ def _complain(problem: str, code: int) -> int:
     return code
 
 
-# -- options of decoding ---------------------------------------------------------------------------------------------
-
-
 def decode_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for every field of its `DecodeConfig` parameter, with the field's help and type.
-
-    The defaults are those of the parameter's default:
-
-        @app.command()
-        @decode_options
-        def chat(model: ModelPath, decode: DecodeConfig = DecodeConfig(max_new_tokens=256)): ...
-    """
+    """Give a command an option for every field of its `DecodeConfig` parameter, with the field's help and type, and the
+    value in the parameter's default."""
     signature = inspect.signature(function, eval_str=True)
     taken = next(one for one in signature.parameters.values() if one.annotation is DecodeConfig)
     made = list(_options_of(taken.default))

@@ -77,9 +77,7 @@ def bench_decode(
     context: Annotated[list[int], Option(help="Tokens of a prompt; may be repeated.")] = [512],  # noqa: B006
     new_tokens: Annotated[int, Option(help="Tokens to make for each request.")] = 64,
     passes: Annotated[int, Option(help="Most passes per block.")] = 2,
-    threshold: Annotated[
-        float, Option(help="Probability that commits a token, for a trained model; above 1: all passes are made.")
-    ] = 2.0,
+    threshold: Annotated[float, Option(help="Probability that commits a token; above 1: all passes are made.")] = 2.0,
     method: Annotated[str, Option(help="How to decode.")] = "self-refine",
     compare: Annotated[bool, Option("--compare", help="Add other decoders of the same weights and prompts.")] = False,
     plain: Annotated[bool, Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,

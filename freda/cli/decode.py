@@ -27,9 +27,7 @@ def generate(
     method: Method = None,
     decode: DecodeConfig = DecodeConfig(),
     stop: Stop = [],  # noqa: B006
-    reference: Annotated[
-        bool, Option("--reference", help="Decode with the plain loop that the engine must equal.")
-    ] = False,
+    reference: Annotated[bool, Option("--reference", help="Use the plain loop that the engine must equal.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
     show_drafts: Annotated[bool, Option("--show-drafts", help="Show every pass of every block.")] = False,
     pause: Annotated[float, Option(help="Seconds between passes shown on a terminal.")] = 0.15,
@@ -46,8 +44,8 @@ def generate(
     if not _is_model(model) and _is_model(Path(text)):
         raise FredaError(f"there is no model {model}, but {text} is one; name the model first, then the prompt")
     loaded = open_model(model, device, dtype, method)
-    ids, more = loaded.tokenizer.encode(text), {"method": method, "stop": stop, "watch": show_drafts}
-    request = Request(prompt=ids, **asdict(decode), **more)  # type: ignore[arg-type]
+    ids = loaded.tokenizer.encode(text)
+    request = Request(prompt=ids, **asdict(decode), method=method, stop=tuple(stop), watch=show_drafts)
     size = EngineConfig(max_batch=1, max_length=len(ids) + decode.max_new_tokens, on_device=not reference)
     opened = Model(loaded, size)
     run = opened.reference if reference else opened.complete
@@ -87,12 +85,7 @@ def chat(
     system: Annotated[str, Option(help="System prompt, for a model that has a chat template.")] = "",
     raw: Annotated[bool, Option("--raw", help="Continue what is typed as it is: no template, no Q: and A:.")] = False,
     drafts: Annotated[
-        bool | None,
-        Option(
-            "--show-drafts/--no-drafts",
-            "--drafts",
-            help="Show every pass of every block; by default if stdout is a terminal.",
-        ),
+        bool | None, Option("--show-drafts/--no-drafts", "--drafts", help="Show every pass; by default on a terminal.")
     ] = None,
     pause: Annotated[float, Option(help="Seconds between passes shown on a terminal.")] = 0.05,
     device: Device = "auto",

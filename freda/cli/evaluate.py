@@ -12,9 +12,7 @@ from freda.cli.app import Device, Dtype, Settings, app, decode_options
 from freda.decode.config import DecodeConfig
 from freda.errors import FredaError, note
 
-Unpublished = Annotated[
-    bool, Option("--unpublished", help="Accept benchmark files whose checksum is not the published one.")
-]
+Unpublished = Annotated[bool, Option("--unpublished", help="Accept files whose checksum is not the published one.")]
 
 
 @app.command(
@@ -26,18 +24,11 @@ Unpublished = Annotated[
 )
 @decode_options
 def evaluate_(
-    model: Annotated[
-        Path | None, Argument(help="A model folder, a run folder, or the name of a bundled model.")
-    ] = None,
-    task: Annotated[
-        list[str], Option(help="A benchmark, for example gsm8k; may be repeated. A bundled model brings its own.")
-    ] = [],  # noqa: B006
-    data: Annotated[
-        Path | None, Option(help="Folder of the benchmarks' files; benchmarks by default, or a bundled model's.")
-    ] = None,
+    model: Annotated[Path | None, Argument(help="A model folder, run folder, or bundled model's name.")] = None,
+    task: Annotated[list[str], Option(help="A benchmark; may be repeated. Bundled models bring theirs.")] = [],  # noqa: B006
+    data: Annotated[Path | None, Option(help="Folder of their files; benchmarks, or a bundled model's.")] = None,
     out: Annotated[
-        Path | None,
-        Option(help="For samples.jsonl and results.json; MODEL/eval by default, runs/eval for a bundled model."),
+        Path | None, Option(help="Folder for the results; MODEL/eval by default, runs/eval for a bundled model.")
     ] = None,
     download: Annotated[bool, Option("--download", help="First get missing files from the Hugging Face Hub.")] = False,
     unpublished: Unpublished = False,
@@ -46,13 +37,9 @@ def evaluate_(
     decode: DecodeConfig = DecodeConfig(max_new_tokens=1024),
     device: Device = "auto",
     dtype: Dtype = "auto",
-    harness: Annotated[
-        bool, Option("--harness", help="Let lm-evaluation-harness ask; --task names tasks of its own.")
-    ] = False,
+    harness: Annotated[bool, Option("--harness", help="Let lm-evaluation-harness ask tasks of its own.")] = False,
     self_check: Annotated[bool, Option("--self-check", help="Grade the published answers instead.")] = False,
-    compare: Annotated[
-        tuple[Path, Path] | None, Option(help="Instead: paired difference of two folders, one task's each.")
-    ] = None,
+    compare: Annotated[tuple[Path, Path] | None, Option(help="Instead: paired difference of two results.")] = None,
 ) -> None:
     """Answer a benchmark's questions and grade the answers; a run that was stopped resumes where it was."""
     if compare is not None:
@@ -69,9 +56,7 @@ def evaluate_(
             if model is None and not self_check:
                 return
     if self_check:
-        from freda.eval.selfcheck import check_graders
-
-        if not check_graders(task, data or Path("benchmarks")):
+        if not command.check_graders(task, data or Path("benchmarks")):
             raise typer.Exit(1)
         return
     if model is None or not task:

@@ -18,14 +18,10 @@ from freda.errors import FredaError
 def convert(
     source: Annotated[Path, Argument(help="A Hugging Face folder, a GGUF file, or a freda model or run folder.")],
     target: Annotated[Path, Argument(help="Model folder to write.")],
-    block_size: Annotated[
-        int | None, Option(help="Block size stored with a Hugging Face or GGUF model; 4 by default.")
-    ] = None,
+    block_size: Annotated[int | None, Option(help="Stored with a Hugging Face or GGUF model; 4 by default.")] = None,
     dtype: Annotated[
         str | None,
-        Option(
-            help="float32, bfloat16, float16 or int8; by default the source's own, bfloat16 for a quantised GGUF file."
-        ),
+        Option(help="float32, bfloat16, float16 or int8; the source's by default, bfloat16 of quantised GGUF."),
     ] = None,
     int8: Annotated[bool, Option("--int8", help="The same as --dtype int8.")] = False,
 ) -> None:
@@ -41,9 +37,7 @@ def convert(
 
 @app.command(epilog="Examples: **freda inspect mini**; **freda inspect runs/demo/data --rows 2**")
 def inspect(
-    path: Annotated[
-        Path, Argument(help="A model folder, a run folder, a bundled model's name, or a folder of token shards.")
-    ],
+    path: Annotated[Path, Argument(help="A model, run or shards folder, or the name of a bundled model.")],
     rows: Annotated[int, Option(help="Shards: packed rows to show, with documents and blocks marked.")] = 0,
     seq_len: Annotated[int, Option(help="Shards: tokens per row.")] = 4096,
     block_size: Annotated[int, Option(help="Shards: tokens per block.")] = 4,
@@ -51,6 +45,6 @@ def inspect(
     verify: Annotated[bool, Option("--verify", help="Shards: read all of them and check their hashes.")] = False,
 ) -> None:
     """Describe what a folder holds."""
-    from freda.describe import ShardView, describe
+    from freda.describe import describe
 
-    print(describe(path, ShardView(rows, seq_len, block_size, histogram, verify)))
+    print(describe(path, rows, seq_len, block_size, histogram, verify))

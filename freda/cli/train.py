@@ -73,9 +73,7 @@ def train(
     resume: Annotated[Path | None, Option(help="Run folder to resume; --set train.steps=N extends it.")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Only say what the run needs.")] = False,
     gpus: Annotated[int, Option(help="--dry-run: GPUs to plan for.")] = 1,
-    tflops: Annotated[
-        float, Option(help="--dry-run: useful TFLOP/s of a GPU, from freda bench train; 0 takes an H200's.")
-    ] = 0.0,
+    tflops: Annotated[float, Option(help="--dry-run: TFLOP/s, from freda bench train; 0 takes an H200's.")] = 0.0,
     shape: Annotated[str, Option(help="--dry-run: shape to plan with, where train.init is not there.")] = "",
     set_: Settings = [],  # noqa: B006
 ) -> None:
@@ -85,8 +83,7 @@ def train(
     if dry_run:
         from freda.train.plan import plan_lines
 
-        plan = plan_lines(configs.load(config, set_), gpus=gpus, tflops=tflops, shape_name=shape)
-        print("\n".join(plan))
+        print("\n".join(plan_lines(configs.load(config, set_), gpus=gpus, tflops=tflops, shape_name=shape)))
         return
     if (config is None) == (resume is None) or (config is not None and out is None):
         raise FredaError("give a config and --out RUN to start a run, or --resume RUN to continue one")

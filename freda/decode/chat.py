@@ -8,11 +8,10 @@ a model that carries the manifest of its training data gets the question in the 
 from __future__ import annotations
 
 import contextlib
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from freda.data import mini
 from freda.data.tokenizer import Tokenizer
@@ -22,7 +21,7 @@ from freda.decode.request import Output, Pass
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError, note, require
 from freda.folders.model_folder import resolve_model_folder
-from freda.sections import build
+from freda.sections import apply_override, build
 
 HELP = """/reset            forget the conversation
 /set passes=2     change a setting: passes, threshold, max_new_tokens, temperature, ...
@@ -58,8 +57,7 @@ class Chat:
 
     def ask(self, message: str, *, drafts: bool = False) -> Iterator[str | Pass]:
         """The answer as it is made; it is part of the conversation once it is complete."""
-        turns = [*self.turns, {"role": "user", "content": message}]
-        said = ""
+        turns, said = [*self.turns, {"role": "user", "content": message}], ""
         prompt, stop = self.prompt(turns)
         stream = self.model.stream(prompt, method=self.method, stop=stop, drafts=drafts, **asdict(self.decode))
         for one in stream:
@@ -74,7 +72,8 @@ class Chat:
         if self.raw:
             return message, ()
         if not self.template:
-            return mini.prompt_of(message) if self._data() else (_question(message), ())
+            bare = message.strip().removeprefix("Q:").removesuffix("A:").strip()
+            return mini.prompt_of(message) if self._data() else (f"Q: {bare}\nA:", ())
         loaded = self.model.loaded
         room = loaded.backbone.config.max_positions - self.decode.max_new_tokens
         while True:
@@ -85,8 +84,7 @@ class Chat:
 
     def suggestions(self) -> str:
         """What the model can be asked: a held-out question of each kind, as it would be typed, if its data is known."""
-        folder = self._data()
-        if folder is None or self.raw:
+        if (folder := self._data()) is None or self.raw:
             return ""
         typed = (one.removeprefix("Q: ").removesuffix("\nA:").replace("\n", "\\\n") for one in mini.held_out(folder))
         return ". It was trained on nothing but questions like these:\n" + "\n".join(typed)
@@ -110,17 +108,11 @@ class Chat:
         return name[1:] not in LEAVE
 
     def _change(self, text: str) -> None:
-        key, equals, value = (part.strip() for part in text.partition("="))
-        require(bool(key and equals and value), "name a setting and its value: /set passes=2")
-        try:
-            changed = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            changed = value
-        self.decode = build(DecodeConfig, {**asdict(self.decode), **checked({key: changed})}, "")
-
-
-def _question(message: str) -> str:
-    return f"Q: {message.strip().removeprefix('Q:').removesuffix('A:').strip()}\nA:"
+        key, _, value = (part.strip() for part in text.partition("="))
+        require(bool(key and value), "name a setting and its value: /set passes=2")
+        changed: dict[str, Any] = {}
+        apply_override(changed, f"decode.{key}={value}")
+        self.decode = build(DecodeConfig, {**asdict(self.decode), **checked(changed["decode"])}, "")
 
 
 def rendered(template: str, tokenizer: Tokenizer, turns: list[dict[str, str]]) -> str:
@@ -186,10 +178,8 @@ def talk(chat: Chat, said: Iterable[str], out: TextIO, *, drafts: bool, pause: f
 
 
 def answer(chat: Chat, message: str, out: TextIO, *, drafts: bool, pause: float, keep: bool) -> None:
-    """Write one answer: the text as its blocks are committed, or with `drafts` first every pass and then the text.
-
-    On a terminal the passes are drawn in place; with `keep` they stay there as a table.
-    """
+    """Write one answer: the text as its blocks are committed, or with `drafts` first every pass and then the text. On a
+    terminal the passes are drawn in place; with `keep` they stay there as a table."""
     live = LiveDrafts((), chat.model.loaded.tokenizer, file=out, pause=pause, keep=keep)
     text = ""
     with live if drafts else contextlib.nullcontext():

@@ -84,8 +84,7 @@ class LiveDrafts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.console.is_terminal:
-            self.live.stop()
+        self.live.stop()
         if self.kept:
             self.console.print(legend())
         for step in self.kept or []:

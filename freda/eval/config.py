@@ -10,7 +10,7 @@ from typing import Any
 
 from freda.decode.config import DecodeConfig
 from freda.errors import require
-from freda.sections import build, knob, read_tables
+from freda.sections import build, knob, read_tables, require_at_least
 
 SWEEP_PARTS = ("main", "passes", "pareto", "stability", "tau", "width")
 
@@ -60,13 +60,12 @@ class SweepConfig:
         require(not unknown, f"sweep.parts has {', '.join(unknown)}; use {', '.join(SWEEP_PARTS)}")
         for name in ("parts", "tasks", "passes", "thresholds", "taus", "widths", "width_passes"):
             require(bool(getattr(self, name)), f"sweep.{name} is empty; name one or more")
-        least = {"stability_examples": 1, "batch_size": 1, "max_new_tokens": 1, "limit": 0, "early_stop_passes": 0}
-        for name, lowest in least.items():
-            require(getattr(self, name) >= lowest, f"sweep.{name} is {getattr(self, name)}; use {lowest} or more")
-        tried: dict[str, tuple[Any, ...]] = {"passes": (*self.passes, *self.width_passes), "threshold": self.thresholds}
-        for name, values in (tried | {"tau": self.taus, "width": self.widths}).items():
-            for value in values:
-                DecodeConfig(**{name: value})  # an impossible value is reported now, not after hours of work
+        require_at_least(1, self, "sweep", "stability_examples", "batch_size", "max_new_tokens")
+        require_at_least(0, self, "sweep", "limit", "early_stop_passes")
+        tried: dict[str, Any] = {"passes": (*self.passes, *self.width_passes), "threshold": self.thresholds}
+        tried |= {"tau": self.taus, "width": self.widths}
+        for name, value in ((name, value) for name, values in tried.items() for value in values):
+            DecodeConfig(**{name: value})  # an impossible value is reported now, not after hours of work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,7 @@
 """The benchmarks' files from the Hugging Face Hub, written in the layout that the tasks read.
 
 Existing files stay as they are. The tasks check the number of rows and the checksum of all questions afterwards, so a
-dataset that has changed on the Hub cannot pass for the benchmark. The exemplars of GSM8K and MATH-500 are not on the
-Hub; the package lm_eval has them.
+dataset that has changed cannot pass for the benchmark. The exemplars of GSM8K and MATH-500 are in the package lm_eval.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ def hub_rows(dataset: str, config: str | None, split: str) -> list[Row]:
     try:
         return list(datasets.load_dataset(dataset, config, split=split))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise FredaError(
-            f"cannot get {dataset} from the Hugging Face Hub ({str(error)[:200]}); check the network and, "
-            f"for a dataset behind an agreement, log in with: huggingface-cli login"
-        ) from None
+        hint = "check the network and, for a dataset behind an agreement, log in with: huggingface-cli login"
+        raise FredaError(f"cannot get {dataset} from the Hugging Face Hub ({str(error)[:200]}); {hint}") from None
 
 
 def _write_lines(dataset: str, config: str | None, splits: Sequence[str], path: Path) -> None:

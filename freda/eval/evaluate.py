@@ -90,12 +90,10 @@ def evaluate(
 def result_line(found: dict[str, Any]) -> str:
     """The results of one task in a line: score, 95% interval, speed, and what went wrong."""
     low, high = (f"{100 * bound:.2f}" for bound in found["interval"])
+    score = f"{100 * found['accuracy']:.2f} ({low} to {high} at 95%; {found['correct']} of {found['n']})"
     also = "".join(f", {rule} {100 * accuracy:.2f}" for rule, accuracy in found["also"].items())
     wrong = "".join(f", {found[what]} {what}" for what in ("errors", "truncated") if found[what])
-    return (
-        f"{found['task']}: {100 * found['accuracy']:.2f} ({low} to {high} at 95%; {found['correct']} of {found['n']})"
-        f"{also}, {found['tpf']:.2f} tokens per forward{wrong}"
-    )
+    return f"{found['task']}: {score}{also}, {found['tpf']:.2f} tokens per forward{wrong}"
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
@@ -111,8 +109,7 @@ def request_for(model: Model, prompt: Sequence[int], settings: DecodeConfig, sto
 def _answers(
     model: Model, task: Task, examples: Sequence[Example], settings: DecodeConfig, report: Callable[[int], None]
 ) -> Iterator[list[Sample]]:
-    """Answer and grade questions, as many at a time as the engine runs; `report` gets the number that wait for grading
-    whenever it grows."""
+    """Answer and grade questions, as many at a time as the engine runs; `report` gets the number that wait for it."""
     answer, begun = _choose if task.choices else _generate, time.perf_counter()
     pending: list[tuple[Example, Sample]] = []
     for number, (index, line) in enumerate(answer(model, task, examples, settings), start=1):
@@ -141,14 +138,12 @@ def _choose(model: Model, task: Task, examples: Sequence[Example], settings: Dec
     before, choices = encode(examples[0].prompt), list[int]()
     for text in task.choices:
         *unchanged, token = encode(examples[0].prompt + text)
-        require(
-            unchanged == before,
-            f"the answer {text!r} is not one token for this model's tokenizer, so it cannot be chosen by likelihood",
-        )
+        odd = f"the answer {text!r} is not one token for this model's tokenizer"
+        require(unchanged == before, f"{odd}, so it cannot be chosen by likelihood")
         choices.append(token)
     for first in range(0, len(examples), size):
         contexts = [encode(example.prompt) for example in examples[first : first + size]]
-        scores = choice_log_probs(model.loaded, contexts, [choices] * len(contexts)).tolist()
+        scores = choice_log_probs(model.loaded, contexts, choices).tolist()
         for index, row in enumerate(scores, start=first):
             best = task.choices[max(range(len(row)), key=row.__getitem__)]
             yield index, {"output": best, "tokens": 1, "nfe": 1, "finish": "choice", "error": "", "log_probs": row}
@@ -209,9 +204,6 @@ def _summary(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-# -- who has answered ------------------------------------------------------------------------------------------------
-
-
 def about_model(loaded: LoadedModel) -> dict[str, Any]:
     """The facts that tell one model from another in a file of results."""
     method, dtype = loaded.method, str(loaded.parts.dtype).removeprefix("torch.")
@@ -221,12 +213,10 @@ def about_model(loaded: LoadedModel) -> dict[str, Any]:
 @functools.cache
 def _commit() -> str:
     """The commit of the checkout that this file belongs to; empty for an installed package."""
-    git = functools.partial(
-        subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
-    )
+    here: dict[str, Any] = {"cwd": Path(__file__).parent, "stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
     try:
-        git(["git", "ls-files", "--error-unmatch", __file__])
-        return str(git(["git", "describe", "--always", "--dirty", "--abbrev=12"]).stdout).strip()
+        subprocess.check_output(["git", "ls-files", "--error-unmatch", __file__], **here)
+        return str(subprocess.check_output(["git", "describe", "--always", "--dirty", "--abbrev=12"], **here)).strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -34,13 +34,10 @@ Progress = Callable[[int, int], None]  # requests done, requests in all
 GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}  # options that a task may set
 
 
-# -- the model, as lm_eval sees it -----------------------------------------------------------------------------------
-
-
 class Answerer:
     """Answers requests; `make_lm` turns it into an lm_eval model. `outputs` keeps what was generated, for counting."""
 
-    def __init__(self, model: Model, settings: DecodeConfig, progress: Progress = lambda done, total: None) -> None:
+    def __init__(self, model: Model, settings: DecodeConfig, progress: Progress) -> None:
         super().__init__()
         self.model, self.settings, self.outputs, self._progress = model, settings, list[Output](), progress
 
@@ -51,22 +48,17 @@ class Answerer:
         return [(one.log_prob, one.greedy) for one in scored]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """log p of whole texts. One that is longer than the model's positions is cut as lm_eval cuts it, into windows
-        that see one token of what came before."""
+        """log p of whole texts; too long ones are cut as lm_eval cuts them, into windows that see one token before."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        loaded = self.model.loaded
+        loaded, texts = self.model.loaded, list[list[Pair]]()
         eos, longest = loaded.tokenizer.eos_id, loaded.backbone.config.max_positions - 1
-        owners, pairs = list[int](), list[Pair]()
-        for number, request in enumerate(requests):
+        for request in requests:
             windows = get_rolling_token_windows(loaded.tokenizer.encode(request.args[0]), eos, longest, context_len=1)
-            for first, window in enumerate(map(make_disjoint_window, windows)):
-                pairs.append(window if first else (self._before(), window[1]))
-                owners.append(number)
-        sums = [0.0] * len(requests)
-        for number, scored in zip(owners, log_likelihood(loaded, pairs), strict=True):
-            sums[number] += scored.log_prob
-        return sums
+            pairs = enumerate(map(make_disjoint_window, windows))
+            texts.append([(before if number else self._before(), own) for number, (before, own) in pairs])
+        scored = iter(log_likelihood(loaded, [pair for text in texts for pair in text]))
+        return [sum((next(scored).log_prob for _ in text), 0.0) for text in texts]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Texts up to the first of each request's stop strings; an empty one where a request cannot be answered."""
@@ -119,9 +111,6 @@ def make_lm(model: Model, settings: DecodeConfig, progress: Progress = lambda do
     return type("FredaLM", (Answerer, LM), {})(model, settings, progress)
 
 
-# -- a task -----------------------------------------------------------------------------------------------------------
-
-
 def check_installed() -> str:
     """The version of lm_eval; an error if it is not installed."""
     try:
@@ -130,18 +119,9 @@ def check_installed() -> str:
         raise missing_package("lm_eval", "harness") from None
 
 
-def run_task(
-    model: Model,
-    name: str,
-    place: Path,
-    *,
-    settings: DecodeConfig,
-    limit: int = 0,
-    progress: Progress = lambda done, total: None,
-) -> dict[str, Any]:
-    """Let lm_eval ask one of its tasks; returns what `harness.json` in `place` holds."""
+def run_task(lm: Any, name: str, place: Path, limit: int = 0) -> dict[str, Any]:
+    """Let lm_eval ask one of its tasks of what `make_lm` returns; gives what `harness.json` in `place` holds."""
     version, begun = check_installed(), time.perf_counter()
-    lm = make_lm(model, settings, progress)
     with silence():
         found = simple_evaluate(lm, _registered(name, version), limit)
     failed = [output.error for output in lm.outputs if output.finish == "error"]
@@ -151,8 +131,8 @@ def run_task(
         "task": name,
         "lm_eval": version,
         "version": __version__,
-        **about_model(model.loaded),
-        "settings": asdict(settings),
+        **about_model(lm.model.loaded),
+        "settings": asdict(lm.settings),
         "metrics": metrics_of(name, found),
         "nfe": forwards / len(lm.outputs) if forwards else None,  # forwards of likelihoods are not counted
         "tpf": sum(len(output.tokens) for output in lm.outputs) / forwards if forwards else None,
@@ -179,11 +159,9 @@ def _registered(name: str, version: str) -> list[Any]:
         reason = str(error).strip() or type(error).__name__
         raise FredaError(f"lm_eval cannot load its task {name!r} ({reason}); its files come from the Hub") from error
     for task in found["tasks"].values():
-        if getattr(task, "UNSAFE_CODE", False):
-            raise FredaError(
-                f"lm_eval's task {name!r} runs programs outside of freda's sandbox; "
-                f"omit --harness and use humaneval, humaneval_plus or mbpp"
-            )
+        odd = f"lm_eval's task {name!r} runs programs outside of freda's sandbox"
+        safe = not getattr(task, "UNSAFE_CODE", False)
+        require(safe, f"{odd}; omit --harness and use humaneval, humaneval_plus or mbpp")
         options = task.config.generation_kwargs
         if options == default_gen_kwargs(task.config.fewshot_delimiter):
             del options["max_gen_toks"]  # lm_eval's 256, where the task says nothing: then --max-new-tokens counts
@@ -201,15 +179,14 @@ def simple_evaluate(lm: Any, tasks: list[Any], limit: int = 0) -> dict[str, Any]
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Suppress lm_eval's notes and progress bars, unless --debug wants them; stdout is for answers in any case."""
-    if logging.getLogger("freda").isEnabledFor(logging.DEBUG):
+    debug = logging.getLogger("freda").isEnabledFor(logging.DEBUG)
+    if debug:
         from lm_eval.utils import setup_logging
 
         setup_logging()
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    else:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield
+    said = sys.stderr if debug else io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        yield
 
 
 def metrics_of(name: str, found: dict[str, Any]) -> dict[str, float | None]:

@@ -1,29 +1,22 @@
-"""log p(continuation given context), in tokens (M15).
+"""log p(continuation given context), in tokens (M15; docs/how-it-works.md, section 8).
 
 Block methods are scored by the chain rule inside each block: the conditional of position i is what the first pass says
-there when the block shows the true tokens left of i and BLANK from i on, over the committed blocks before it. Blocks
-are absolute, so the last tokens of the context may stand in the first scored block as given tokens (M12). The
-probabilities of all continuations of one length sum to one, because BLANK is no outcome. The autoregressive method is
-scored by the next-token distributions of one causal forward.
-
-This is the likelihood of the first-pass conditionals, not of what K passes of decoding produce: a later pass revises
-all positions of a block together, and the probability of a text under that loop has no such product. A Best-of-N model
-is scored as self-refinement: its scorer chooses among finished drafts and has no part in a conditional.
+there when the block shows the true tokens left of i and BLANK from i on, over the committed blocks before it. The last
+tokens of the context may stand in the first scored block as given tokens (M12). The autoregressive method is scored by
+the next-token distributions of one causal forward.
 
 Every scored position needs a draft of its own. The drafts of a text are packed as candidates, numbered by the position
 in the block that they score, so that one forward over the committed text holds the drafts of all blocks of all rows.
 `fast` takes one draft per block, blank but for the given tokens, and reads all its positions: up to B times fewer draft
-tokens, and another quantity, for which the tokens of a block are independent (it sums to one as well).
+tokens, and another quantity, for which the tokens of a block are independent.
 
-Shapes: R rows, S drafts per row, B tokens per block, W committed tokens per row, N scored positions, D width,
-V vocabulary, C choices.
+Shapes: R rows, S drafts and W committed tokens per row, B tokens per block, N scored positions, D width, C choices.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,13 +30,13 @@ from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
 from freda.model.transformer import Forward, Transformer
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, continuation
+Targets = Sequence[Sequence[int]]  # for each token of a continuation, those whose probability is asked for
 
 MOST_DRAFT = 512  # draft tokens of a row in one forward: a dense mask over drafts grows with the square of this
 MOST_LOGITS = 2**26  # logits in memory at once: 256 MiB of fp32, where a batch of a large vocabulary would be gigabytes
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """What a model says of one continuation."""
 
     log_prob: float  # sum of `tokens`, in nats
@@ -60,16 +53,15 @@ def log_likelihood(
     batch_tokens: int = 16384,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Scored]:
-    """Score the continuation of every (context, continuation), in the order given.
+    """Score the continuation of every (context, continuation), in the order given; an empty one has log p 0.
 
-    Texts of like length share a forward; a score depends on its own pair alone, up to the rounding of sums. An empty
-    continuation has log-probability 0. An empty context is an error for an autoregressive model, which never learned
-    the first token of a text. `batch_tokens` bounds the tokens of a forward (a longer text goes alone), `fast` is
-    described above and changes nothing for the autoregressive method, `progress` gets the number of pairs done.
+    Texts of like length share a forward of at most `batch_tokens` tokens (a longer text goes alone); a score depends on
+    its own pair alone, up to the rounding of sums. An autoregressive model never learned the first token of a text: its
+    contexts must not be empty, and `fast` changes nothing for it. `progress` gets the number of pairs done.
     """
     _check(loaded, pairs, batch_tokens)
     found = [Scored(0.0, True, [])] * len(pairs)
-    targets = [[[token] for token in continuation] for _, continuation in pairs]
+    targets: list[Targets] = [[[token] for token in continuation] for _, continuation in pairs]
     scored = _scored(loaded, pairs, targets, fast=fast, batch_tokens=batch_tokens)
     for done, (index, log_p, best) in enumerate(scored, start=1 + sum(not wanted for wanted in targets)):
         tokens = log_p[:, 0].tolist()
@@ -80,31 +72,15 @@ def log_likelihood(
 
 @torch.no_grad()
 def choice_log_probs(
-    loaded: LoadedModel,
-    contexts: Sequence[Sequence[int]],
-    choices: Sequence[Sequence[int]],
-    *,
-    batch_tokens: int = 16384,
+    loaded: LoadedModel, contexts: Sequence[Sequence[int]], choices: Sequence[int], *, batch_tokens: int = 16384
 ) -> Tensor:
-    """log p of every one-token choice right after its context, (contexts, C) fp32 on the CPU.
-
-    `choices[i]` are the token ids to choose from after `contexts[i]`, answer letters for example. All choices of a
-    context are read from one row of one forward and equal `log_likelihood` of each, because a one-token continuation
-    has one conditional. A context with fewer choices than the others is filled with -inf.
-    """
-    require(
-        len(contexts) == len(choices),
-        f"there are {len(contexts)} contexts and choices for {len(choices)}; give each context its own token ids",
-    )
-    both = list(zip(contexts, choices, strict=True))
-    _check(loaded, both, batch_tokens)
-    most = max((len(ids) for ids in choices), default=0)
-    table = torch.full((len(contexts), most), float("-inf"))
-    pairs = [(context, ids[:1]) for context, ids in both]  # any token holds the place
-    targets = [[[*ids, *[0] * (most - len(ids))]] for ids in choices]
-    for index, log_p, _ in _scored(loaded, pairs, targets, fast=False, batch_tokens=batch_tokens):
-        count = len(choices[index])
-        table[index, :count] = log_p[0, :count]
+    """log p of every one-token choice, an answer letter for example, right after each context: (contexts, C) fp32. All
+    are read from one row of one forward and equal `log_likelihood`: a one-token continuation has one conditional."""
+    _check(loaded, [(context, choices) for context in contexts], batch_tokens)
+    pairs = [(context, choices[:1]) for context in contexts]  # any token holds the place
+    table = torch.empty(len(contexts), len(choices))
+    for index, log_p, _ in _scored(loaded, pairs, [[choices]] * len(pairs), fast=False, batch_tokens=batch_tokens):
+        table[index] = log_p[0]
     return table
 
 
@@ -122,7 +98,7 @@ def _check(loaded: LoadedModel, pairs: Sequence[Pair], batch_tokens: int) -> Non
 
 
 def _scored(
-    loaded: LoadedModel, pairs: Sequence[Pair], targets: Sequence[list[list[int]]], *, fast: bool, batch_tokens: int
+    loaded: LoadedModel, pairs: Sequence[Pair], targets: Sequence[Targets], *, fast: bool, batch_tokens: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """For every pair with a continuation of n tokens, batch by batch: its index, log p of `targets` (n, C) in the
     conditional of each token, and the most probable token of each, (n,); both on the CPU."""
@@ -142,19 +118,17 @@ def _scored(
 
 
 class _Size(NamedTuple):
-    """What one text asks of a forward."""
+    """What one text asks of a forward: committed tokens, and drafts beside them."""
 
-    clean: int  # committed tokens
-    drafts: int  # drafts beside them
+    clean: int
+    drafts: int
 
 
 def _batches(
     loaded: LoadedModel, pairs: Sequence[Pair], *, fast: bool, batch_tokens: int
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of some pairs, and the hidden states (N, D) that predict their continuations, pair after pair in order.
-
-    Together the batches hold every pair that has a continuation. The longest come first: if memory does not suffice,
-    it is known at once.
+    Together they are all that have a continuation, the longest first: if memory does not suffice, it is known at once.
     """
     block_size, drafting = loaded.method.block_size, loaded.method.layout.slots > 0
     sizes = {}
@@ -164,7 +138,7 @@ def _batches(
         if scored:
             sizes[index] = _Size(last * block_size, drafts) if drafting else _Size(given + scored - 1, 0)
     for rows in _grouped(loaded.backbone, sizes, block_size, batch_tokens):
-        text = _text([pairs[index] for index in rows], loaded.parts.device)
+        text = _Text([pairs[index] for index in rows], loaded.parts.device)
         widest = _Size(*(max(column) for column in zip(*(sizes[index] for index in rows), strict=True)))
         if drafting:
             yield rows, _draft_states(loaded, text, widest, fast=fast, most=min(MOST_DRAFT, batch_tokens))
@@ -195,24 +169,20 @@ def _width(model: Transformer, tokens: int) -> int:
     return max(128, 1 << (tokens - 1).bit_length())
 
 
-class _Text(NamedTuple):
-    """The texts of a batch."""
+class _Text:
+    """The texts of a batch: their `tokens` (R, T), 0 behind the end, and the lengths of the contexts, `given` (R, 1),
+    and of contexts and continuations, `length` (R, 1)."""
 
-    tokens: Tensor  # (R, T) int64, 0 behind the end
-    given: Tensor  # (R, 1) int64: length of the context
-    length: Tensor  # (R, 1) int64: length of context and continuation
+    def __init__(self, pairs: Sequence[Pair], device: torch.device) -> None:
+        texts = [torch.tensor([*context, *continuation]) for context, continuation in pairs]
+        self.tokens = pad_sequence(texts, batch_first=True).to(device)
+        lengths = [[len(context) for context, _ in pairs], [len(text) for text in texts]]
+        self.given, self.length = torch.tensor(lengths, device=device)[:, :, None]
 
     def at(self, position: Tensor) -> Tensor:
         """The tokens at `position` (R, ...); any token where the text has ended."""
         index = position.clamp_max(self.tokens.shape[1] - 1).flatten(1)
         return self.tokens.gather(1, index).view(position.shape)
-
-
-def _text(pairs: Sequence[Pair], device: torch.device) -> _Text:
-    texts = [torch.tensor([*context, *continuation]) for context, continuation in pairs]
-    given = torch.tensor([len(context) for context, _ in pairs], device=device)[:, None]
-    length = torch.tensor([len(text) for text in texts], device=device)[:, None]
-    return _Text(pad_sequence(texts, batch_first=True).to(device), given, length)
 
 
 def _causal_states(model: Transformer, text: _Text, width: int) -> Tensor:
@@ -238,7 +208,11 @@ def _draft_states(loaded: LoadedModel, text: _Text, widest: _Size, *, fast: bool
     states, owners = [], []
     for first in range(0, count, step):
         number = torch.arange(first, min(first + step, count), device=place.device)
-        position, begin, scored = _drafts(text, number, size, fast)
+        # Draft number d scores token d of the continuation or, with `fast`, all of its block d.
+        begin = text.given[..., None] + (0 if fast else number[:, None])  # (R, S, 1): what stands before it is shown
+        block = begin // size + (number[:, None] if fast else 0)
+        position = block * size + torch.arange(size, device=place.device)  # (R, S, B)
+        scored = (position >= begin if fast else position == begin) & (position < text.length[..., None])
         real = scored.any(-1, keepdim=True).expand_as(scored).flatten(1)  # a draft without a scored position is padding
         candidate = (begin % size).expand_as(scored).flatten(1)  # the drafts of a block do not see each other
         tokens = draft_tokens(torch.where(real, 0, -1), position.flatten(1), size, candidate)
@@ -250,14 +224,3 @@ def _draft_states(loaded: LoadedModel, text: _Text, widest: _Size, *, fast: bool
         states.append(out.hidden[scored.flatten(1)])
         owners.append(scored.nonzero()[:, 0])
     return torch.cat(states)[torch.cat(owners).argsort(stable=True)]  # within a row the drafts come in order
-
-
-def _drafts(text: _Text, number: Tensor, size: int, fast: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The positions of some drafts of every row (R, S, B) int64, where BLANK begins in each (R, S, 1), and where it is
-    read (R, S, B) bool. Draft number d scores token d of the continuation or, with `fast`, all of its block d."""
-    begin = text.given if fast else text.given + number  # (R, S): what stands before it is shown
-    block = text.given // size + number if fast else begin // size
-    position = block[..., None] * size + torch.arange(size, device=number.device)
-    begin = begin.expand(-1, len(number))[..., None]
-    read = position >= begin if fast else position == begin
-    return position, begin, read & (position < text.length[..., None])

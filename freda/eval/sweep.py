@@ -6,6 +6,7 @@ several parts need is evaluated once. Each evaluation has its folder under `poin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -48,10 +49,8 @@ def run_sweep(
     begun, sweep, tasks = time.perf_counter(), file.sweep, tasks_named(file.sweep.tasks)
     for path in (path for system in file.system.values() for path in system.models):
         resolve_model_folder(Path(path))  # a missing model is reported before hours of work, not after
-    questions = _questions(file, tasks, data, unpublished=unpublished)
-    points: list[Point] = []
-    stable: list[dict[str, Any]] = []
-    systems: dict[str, dict[str, Any]] = {}
+    questions = _questions(file, tasks, data, unpublished)
+    points, stable, systems = list[Point](), list[dict[str, Any]](), dict[str, dict[str, Any]]()
     for name, number, path in ((n, i, path) for n, s in file.system.items() for i, path in enumerate(s.models)):
         model = load(path, device, dtype, max_batch=sweep.batch_size)
         method, about = model.loaded.method, about_model(model.loaded)
@@ -59,13 +58,10 @@ def run_sweep(
         kind = {"method": about["method"], **decoding._asdict()}
         known = systems.setdefault(name, {**kind, "models": []})
         for key, value in kind.items():
-            require(
-                known[key] == value,
-                f"system.{name} has models of two kinds, {key} {known[key]} and {value}; make it two systems",
-            )
+            two = f"system.{name} has models of two kinds, {key} {known[key]} and {value}"
+            require(known[key] == value, f"{two}; make it two systems")
         known["models"].append(fingerprint(model.loaded))
-        asked = [(task, questions[name, task.name]) for task in tasks]
-        place = out / "points" / name / str(number)
+        asked, place = [(task, questions[name, task.name]) for task in tasks], out / "points" / name / str(number)
         subject = Subject(name, number, file.system[name], model, decoding, asked, place)
         points += _measure(subject, sweep)
         stable += _stability(subject, sweep)
@@ -88,7 +84,7 @@ def run_sweep(
 
 
 def _questions(
-    file: SweepFile, tasks: Sequence[Task], data: Path, *, unpublished: bool
+    file: SweepFile, tasks: Sequence[Task], data: Path, unpublished: bool
 ) -> dict[tuple[str, str], list[Example]]:
     """The questions by system and task, read once for each folder of files."""
     read = functools.cache(lambda task, folder: task.examples(folder, file.sweep.limit, unpublished=unpublished))
@@ -109,10 +105,8 @@ def _measure(subject: Subject, sweep: SweepConfig) -> Iterator[Point]:
             right = "".join("1" if samples[example.id]["correct"] else "0" for example in examples)
             numbers = {key: found[key] for key in ("n", "accuracy", "standard_error", "nfe", "tpf", "seconds")}
             errors = f", {found['errors']} errors" if found["errors"] else ""
-            note(
-                f"{subject.name} {subject.number} {task.name} {done}/{len(chosen)}: {setting.folder} "
-                f"{100 * found['accuracy']:.2f}, {found['tpf']:.2f} tokens per forward{errors}"
-            )
+            score = f"{100 * found['accuracy']:.2f}, {found['tpf']:.2f} tokens per forward{errors}"
+            note(f"{subject.name} {subject.number} {task.name} {done}/{len(chosen)}: {setting.folder} {score}")
             yield Point(subject.name, subject.number, task.name, setting, **numbers, right=right)
 
 
@@ -125,10 +119,9 @@ def _stability(subject: Subject, sweep: SweepConfig) -> Iterator[dict[str, Any]]
         part = examples[: sweep.stability_examples]
         head = {**about_model(loaded), "checksum": checksum(part), "passes": passes, "version": __version__}
         path = subject.place / task.name / "stability.json"
-        try:
+        found: dict[str, Any] = {}
+        with contextlib.suppress(FredaError):  # missing, or damaged: measured again
             found = read_json(path)
-        except FredaError:  # missing, or damaged: measured again
-            found = {}
         if {key: found.get(key) for key in head} != head:
             texts = [(example.prompt, example.prompt + task.reference(example)) for example in part]
             found = {**head, "rows": stability(loaded, texts, passes)}

@@ -1,9 +1,7 @@
 """Teacher forcing: what a model makes of each block of a known text over its true prefix.
 
 An early mistake does not count again in all blocks after it, so this shows what a pass adds apart from how errors add
-up over a text. `token_accuracy` is the fraction of tokens that a model reproduces. `stability` asks whether a good
-draft is a fixed point (section 3.3 of the paper): how many tokens a further pass changes, how many of them it mends
-and spoils, and how much of a draft that is already right it keeps.
+up over a text. `stability` asks whether a good draft is a fixed point (section 3.3 of the paper).
 """
 
 from __future__ import annotations
@@ -47,10 +45,7 @@ def solution_batch(loaded: LoadedModel, texts: Sequence[tuple[str, str]]) -> tup
 
 def stability(loaded: LoadedModel, texts: Sequence[tuple[str, str]], passes: int) -> list[dict[str, float]]:
     """For every pass, as fractions of the answers' tokens: `right` after it; `changed` by it, of which `mended` (wrong
-    before, right now) and `spoiled`; and `kept` of a draft that was the true text before the first pass.
-
-    `texts` are pairs of a prompt and the whole text that begins with it.
-    """
+    before, right now) and `spoiled`; and `kept` of a draft that was the true text. `texts` as for `solution_batch`."""
     longest = max(len(loaded.tokenizer.encode(whole)) for _, whole in texts) + loaded.method.block_size
     rows = max(1, MOST_LOGITS // (longest * loaded.backbone.config.vocab_size))
     sums, total = torch.zeros(passes, len(NAMES), dtype=torch.int64), 0

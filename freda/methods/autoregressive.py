@@ -42,11 +42,11 @@ class Autoregressive(Method):
 
     def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
         """Cross-entropy of each token given those before it."""
-        return next_token_logits(parts, batch).cross_entropy(_next_tokens(batch), self._predicts(batch))
+        return next_token_logits(parts, batch).cross_entropy(batch.tokens.roll(-1, dims=1), self._predicts(batch))
 
     def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
         """Loss, and how many tokens are the most probable ones."""
-        losses, hit = next_token_logits(parts, batch).map(loss_and_hit, _next_tokens(batch))
+        losses, hit = next_token_logits(parts, batch).map(loss_and_hit, batch.tokens.roll(-1, dims=1))
         counted = self._predicts(batch)
         return {"loss": (losses * counted).sum(), "accuracy": (hit & counted).sum()}
 
@@ -82,8 +82,3 @@ def next_token_logits(parts: Parts, batch: Batch) -> Logits:
     backbone = parts.backbone
     mask = clean_mask(backbone, batch, block_size=1)
     return backbone.head(backbone(backbone.embed_tokens(batch.tokens), batch.position, mask).hidden)
-
-
-def _next_tokens(batch: Batch) -> Tensor:
-    """The token after each; after the last of a row comes its first, which no label counts."""
-    return batch.tokens.roll(-1, dims=1)

@@ -75,17 +75,16 @@ class BestOfN(Refining):
                 asked = getattr(self, key)
                 require(asked == trained, f"method.{key} is {asked}, but {source} was trained with {trained}; use that")
         parts.requires_grad_(False)
-        new = parts.scorer is None
         if parts.scorer is None:
             with torch.device("meta"):
                 parts.scorer = Scorer(parts.backbone.config, last_layer=self.scorer_layer)
-        require(
-            (parts.scorer.last_layer is not None) == self.scorer_layer,
-            f"method.scorer_layer is {str(self.scorer_layer).lower()}, but the scorer of {source} was trained "
-            f"otherwise; set it to {str(not self.scorer_layer).lower()}, or start from the self-refine model",
-        )
+            return {"scorer"}
+        asked, other = (str(value).lower() for value in (self.scorer_layer, not self.scorer_layer))
+        odd = f"method.scorer_layer is {asked}, but the scorer of {source} was trained otherwise"
+        alike = (parts.scorer.last_layer is not None) == self.scorer_layer
+        require(alike, f"{odd}; set it to {other}, or start from the self-refine model")
         parts.scorer.requires_grad_(True)
-        return {"scorer"} if new else set()
+        return set()
 
     def labels(self, batch: Batch) -> Tensor:
         """One label per block: its first token stands for it."""
@@ -94,12 +93,10 @@ class BestOfN(Refining):
     def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
         """Eq. bon_loss, summed over the blocks: −s(clean) + log Σ exp s(slot).
 
-        With beam negatives a block counts only if its clean text is a candidate. The mean over those of the group
-        stands for all its blocks; a group without any teaches nothing. Which blocks count is known only after the
-        proposal, so the processes that share a group add up their counts here.
+        With beam negatives a block counts only if its clean text is a candidate, and the mean over those of the group
+        stands for all its blocks. Which count is known only here, so the processes that share a group add them up here.
         """
-        clean = self.frozen_clean_half(parts, batch)
-        logits = self.proposal(parts, batch, clean, step.passes)
+        clean, logits = self.proposal(parts, batch, step.passes)
         every = self.negatives == "sampled"  # every block counts
         slots = self.sampled_slots(logits, batch, step) if every else self.beam_slots(logits, batch)
         real = self._real(batch)
@@ -119,15 +116,13 @@ class BestOfN(Refining):
         - `found`: how often the clean text is among the beam's candidates; `choice0`, `choice0.1`, `choice1`: how often
           it has the highest ℓ + τ·s of the candidates and itself, for these τ. τ = 0 is the proposal without a scorer.
         """
-        clean, real = self.frozen_clean_half(parts, batch), self._real(batch)
-        logits = self.proposal(parts, batch, clean, step.passes)
+        (clean, logits), real = self.proposal(parts, batch, step.passes), self._real(batch)
         slots = self.sampled_slots(logits, batch, step)
-        scores = self.score_slots(parts, batch, clean, slots)
-        wrong = (scores[:, :, 1:] >= scores[:, :, :1]) & self._differs(slots)
+        scores, differs = self.score_slots(parts, batch, clean, slots), self._differs(slots)
         numbers = {
             "loss": torch.where(real, block_losses(slots, scores), 0.0),
-            "rank_accuracy": ~wrong.any(-1) & real,
-            "true_negatives": self._differs(slots).any(-1) & real,
+            "rank_accuracy": _first_wins(scores, differs) & real,
+            "true_negatives": differs.any(-1) & real,
             **self._choices(parts, batch, clean, logits),
         }
         return {name: value.sum() for name, value in numbers.items()}
@@ -143,25 +138,17 @@ class BestOfN(Refining):
         scores = self.score_slots(parts, batch, clean, slots)  # (R, L/B, S)
         likely = self._by_block(prob).clamp_min(1e-38).log().sum(-1)
         differs = self._differs(slots)
-        numbers = {"found": ~differs.all(-1) & real}
-        for tau in VALIDATED_TAU:
-            value = likely + tau * scores
-            lost = (value[:, :, 1:] >= value[:, :, :1]) & differs
-            numbers[f"choice{tau:g}"] = ~lost.any(-1) & real
-        return numbers
+        chosen = {f"choice{tau:g}": _first_wins(likely + tau * scores, differs) & real for tau in VALIDATED_TAU}
+        return {"found": ~differs.all(-1) & real, **chosen}
 
     @torch.no_grad()
-    def frozen_clean_half(self, parts: Parts, batch: Batch) -> CleanHalf:
-        """The clean text as a cache, run once for the drafts and for all slots (M7)."""
-        return clean_half(parts.backbone, batch, self.block_size)
-
-    @torch.no_grad()
-    def proposal(self, parts: Parts, batch: Batch, clean: CleanHalf, passes: int) -> Logits:
-        """Logits (R, L) of the last of `passes` passes from the blank draft: the distribution of the candidates."""
-        draft = self.blank_draft(parts.backbone, batch)
+    def proposal(self, parts: Parts, batch: Batch, passes: int) -> tuple[CleanHalf, Logits]:
+        """The clean text as a cache, run once for the drafts and for all slots (M7), and the logits (R, L) of the last
+        of `passes` passes from the blank draft: the distribution of the candidates."""
+        clean, draft = clean_half(parts.backbone, batch, self.block_size), self.blank_draft(parts.backbone, batch)
         for _ in range(passes):
             logits, draft = self.refine(parts.backbone, clean, draft)
-        return logits
+        return clean, logits
 
     def sampled_slots(self, logits: Logits, batch: Batch, step: Step) -> Slots:
         """The clean text in slot 0 and `num_negatives` independent draws from the proposal `logits`."""
@@ -185,29 +172,23 @@ class BestOfN(Refining):
         return Slots(ids, self.feedback_weight(alpha), target, found.valid.view(rows, -1, width))
 
     def score_slots(self, parts: Parts, batch: Batch, clean: CleanHalf, slots: Slots) -> Tensor:
-        """One packed forward [slot_1 | ... | slot_S] over the clean text, then the scorer: scores (R, L/B, S)."""
+        """One packed forward [slot_1 | ... | slot_S], which do not see each other, over the clean text; then the
+        scorer, which alone has a gradient: scores (R, L/B, S)."""
         assert parts.scorer is not None
-        with torch.no_grad():
-            embedding = parts.backbone.embed_tokens(slots.ids)
-        hidden = self._packed_hidden(parts, batch, clean, slots)
-        hidden, embedding = (part.reshape(-1, self.block_size, part.shape[-1]) for part in (hidden, embedding))
-        counted = (batch.document >= 0)[:, None].expand_as(slots.ids).reshape(-1, self.block_size)
-        scores: Tensor = parts.scorer(hidden, embedding, counted)
-        return scores.view(*slots.ids.shape[:2], -1).transpose(1, 2)
-
-    def _packed_hidden(self, parts: Parts, batch: Batch, clean: CleanHalf, slots: Slots) -> Tensor:
-        """The scorer's soft channel (R, S·L, D) of all slots, which do not see each other; without gradient."""
         rows, count, length = slots.ids.shape
-        text = clean_tokens(batch.document, batch.position, self.block_size)
-        slot = torch.arange(count, device=batch.tokens.device).repeat_interleave(length).expand(rows, -1)
         document, position = (part.repeat(1, count) for part in (batch.document, batch.position))
+        slot = torch.arange(count, device=document.device).repeat_interleave(length).expand(rows, -1)
         draft = draft_tokens(document, position, self.block_size, slot)
+        text = clean_tokens(batch.document, batch.position, self.block_size)
         mask = make_mask(draft, concat(text, draft), parts.backbone.backend)
         with torch.no_grad():
+            embedding = parts.backbone.embed_tokens(slots.ids)
             x = self.embed(parts.backbone, slots.ids.flatten(1), slots.alpha.flatten(1))
             out: Forward = parts.backbone(x, position, mask, clean.past)
-        assert parts.scorer is not None
-        return parts.scorer.soft_channel(parts.backbone, out, position, mask, clean.past[-1])
+        hidden = parts.scorer.soft_channel(parts.backbone, out, position, mask, clean.past[-1])
+        hidden, embedding = (part.reshape(-1, self.block_size, part.shape[-1]) for part in (hidden, embedding))
+        scores: Tensor = parts.scorer(hidden, embedding, (document >= 0).reshape(-1, self.block_size))
+        return scores.view(rows, count, -1).transpose(1, 2)
 
     def _real(self, batch: Batch) -> Tensor:
         """Which blocks are text and not padding, (R, L/B) bool."""
@@ -233,10 +214,8 @@ class BestOfN(Refining):
     def check(self, parts: Parts, request: DecodeConfig, prompt: Sequence[int]) -> None:
         """Refuse a request that cannot be decoded."""
         require(parts.scorer is not None, "the model has no scorer; train one with method.name=best-of-n")
-        require(
-            request.swaps <= self.block_size,
-            f"swaps is {request.swaps}, more than a block has positions; use 0 to {self.block_size}",
-        )
+        odd = f"swaps is {request.swaps}, more than a block has positions"
+        require(request.swaps <= self.block_size, f"{odd}; use 0 to {self.block_size}")
         super().check(parts, request, prompt)
 
     def off_device(self, parts: Parts) -> str:
@@ -287,6 +266,11 @@ def _truth_and_draws(logits: Tensor, truth: Tensor, point: Tensor) -> tuple[Tens
     probs = logits.softmax(-1)
     ids = torch.cat([truth[:, None], draw(probs, point)], dim=1)
     return ids, probs.gather(-1, ids)
+
+
+def _first_wins(value: Tensor, differs: Tensor) -> Tensor:
+    """Where none of the other slots that differ from the first has as high a value (R, L/B, S) as the first."""
+    return ~((value[:, :, 1:] >= value[:, :, :1]) & differs).any(-1)
 
 
 def _gathered(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:

@@ -32,10 +32,8 @@ class BlockDiffusion(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            0 < self.noise_min <= self.noise_max <= 1,
-            f"method.noise_min {self.noise_min} and noise_max {self.noise_max} must satisfy 0 < min <= max <= 1",
-        )
+        levels = f"method.noise_min {self.noise_min} and noise_max {self.noise_max}"
+        require(0 < self.noise_min <= self.noise_max <= 1, f"{levels} must satisfy 0 < min <= max <= 1")
 
     def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
         """Eq. mdm_objective: cross-entropy on masked positions, weighted by 1/t."""

@@ -6,9 +6,7 @@ proposal score ℓ over the positions that are free. Draws carry ℓ in their fr
 `log_prob` is the log of how often the text was drawn, so that a choice by Gumbel noise among the distinct texts has the
 very frequencies of one among all draws (Eq. finite_candidate_softmax).
 
-Pure functions over N blocks at once.
-
-Shapes: N blocks, B tokens per block, C candidates, S subsets.
+Pure functions over N blocks of B tokens at once; C candidates, S subsets.
 """
 
 from __future__ import annotations
@@ -25,12 +23,11 @@ from freda.methods.noise import Purpose, gumbel, uniform
 
 @functools.cache
 def contenders(block_size: int, width: int, most: int) -> tuple[tuple[int, ...], ...]:
-    """The sets of at most `most` positions that can be among the `width` cheapest, whatever the costs are.
+    """The sets of at most `most` positions that can be among the `width` cheapest, whatever the costs are; by size.
 
     Positions are named by rank, the cheapest being 0. Moving a position of a set to a lower rank, or dropping one,
     never raises the cost, so a set can be among the `width` cheapest only if fewer than `width` others can be reached
-    from it that way. A best-first search from the empty set finds them: `width` bounds their number, not the 2^B sets
-    that there are. Sorted by size, then in dictionary order.
+    from it that way. A best-first search from the empty set finds them without a look at all 2^B.
     """
     below: dict[tuple[int, ...], set[tuple[int, ...]]] = {(): {()}}  # each kept set: those it is never cheaper than
     level: list[tuple[int, ...]] = [()]
@@ -65,10 +62,7 @@ def _switched(block_size: int, width: int, most: int, device: torch.device) -> T
 
 
 def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidates:
-    """The beam's candidates of the next pass. `width` and `swaps` bound those of `search`.
-
-    A blank draft has one candidate, itself: it has no second token yet.
-    """
+    """The beam's candidates of the next pass, at most `width` with `swaps` swaps; of a blank draft, itself alone."""
     top = Prediction(draft.ids, draft.prob, draft.second_ids, draft.second_prob)
     found = marginal_cost_beam(top, ~draft.given, width=width, swaps=search.swaps, most_swaps=swaps)
     rank = torch.arange(found.valid.shape[1], device=draft.ids.device)
@@ -76,11 +70,8 @@ def propose(draft: Draft, search: Search, *, width: int, swaps: int) -> Candidat
 
 
 def sample(draft: Draft, probs: Tensor, search: Search, position: Tensor, *, width: int) -> Candidates:
-    """`search.width` draws from `probs` (N, B, V), the distribution that the last pass gave; the distinct ones.
-
-    `width` bounds those of `search`. Noise belongs to (seed, position, pass, number), `position` being (N, B). A draft
-    without a pass has one candidate, itself.
-    """
+    """`search.width` draws, at most `width`, from `probs` (N, B, V), which the last pass gave; the distinct ones. Noise
+    belongs to (seed, `position` (N, B), pass, number). A draft without a pass has one candidate, itself."""
     number = torch.arange(width, device=probs.device)
     counters = (search.seed[:, None, None], position[..., None], draft.passes[:, None, None], number)
     drawn = draw(probs, uniform(Purpose.CANDIDATES, *counters))  # (N, B, C)
@@ -104,10 +95,8 @@ def merge_candidates(take_second: Tensor, first: Candidates, second: Candidates)
 
 
 def choose(candidates: Candidates, scores: Tensor, search: Search, place: Tensor) -> Tensor:
-    """The winner (N,): argmax of ℓ + τ·s, plus Gumbel noise where the choice is sampled, as it always is for draws.
-
-    `place` (N, P) names the choice, for instance (position, pass): noise belongs to it and to the request's seed.
-    """
+    """The winner (N,): argmax of ℓ + τ·s, plus Gumbel noise where the choice is sampled, as it always is for draws. The
+    noise belongs to the request's seed and to `place` (N, P), for instance (position, pass)."""
     value = candidates.log_prob + search.tau[:, None] * scores
     rank = torch.arange(value.shape[1], device=value.device)
     counters = [part[:, None] for part in (search.seed, *place.unbind(-1))]
@@ -130,9 +119,8 @@ def marginal_cost_beam(top: Prediction, free: Tensor, *, width: int, swaps: Tens
     cost = torch.where(switched, ranked[:, None], 0.0).sum(-1)  # (N, S)
     cost = torch.where(switched.sum(-1) <= swaps[:, None], cost, torch.inf)
     kept, order = cost.sort(dim=-1, stable=True)
-    missing = max(0, width - len(switched))  # fewer sets than asked for: the rest repeats the first, and is not valid
-    kept = F.pad(kept[:, :width], (0, missing), value=torch.inf)
-    order = F.pad(order[:, :width], (0, missing), value=0)
+    missing = (0, max(0, width - len(switched)))  # fewer sets than asked for: the first is repeated, and not valid
+    kept, order = F.pad(kept[:, :width], missing, value=torch.inf), F.pad(order[:, :width], missing)
     rank = place.argsort(dim=-1)  # (N, B): of each position
     chosen = switched[order].gather(-1, rank[:, None].expand(-1, width, -1))  # (N, C, B) over positions
     ids = torch.where(chosen, top.second_ids[:, None], top.ids[:, None])

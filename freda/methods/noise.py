@@ -14,18 +14,8 @@ from torch import Tensor
 _LOW = 0xFFFFFFFF
 
 
-class Purpose(IntEnum):
-    """First counter of every draw, so that no two uses share their numbers."""
-
-    NOISE_LEVEL = 1
-    MASKING = 2
-    REPLACEMENT = 3
-    SAMPLING = 4
-    PASSES = 5
-    SELECTION = 6
-    NEGATIVES = 7
-    CANDIDATES = 8
-    DRAFTS = 9
+# First counter of every draw, so that no two uses share their numbers: 1, 2, ... in this order.
+Purpose = IntEnum("Purpose", "NOISE_LEVEL MASKING REPLACEMENT SAMPLING PASSES SELECTION NEGATIVES CANDIDATES DRAFTS")
 
 
 def uniform(purpose: Purpose, *counters: Tensor | int) -> Tensor:

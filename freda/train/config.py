@@ -105,10 +105,8 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def load_stored(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The config that a run wrote beside itself, with `section.key=value` overrides applied.
-
-    Version 0.1 wrote the sections of `freda prepare`, too, and the settings of all methods.
-    """
+    """The config that a run wrote beside itself, with `section.key=value` overrides applied. Version 0.1 wrote the
+    sections of `freda prepare`, too, and the settings of all methods."""
     values = {name: section for name, section in read_tables(path, overrides).items() if name not in SECTIONS_OF_0_1}
     method = values.get("method")
     if isinstance(method, dict) and method.get("name") in METHODS:

@@ -33,7 +33,7 @@ from freda.train import config as config_module
 from freda.train.config import RunConfig
 from freda.train.metrics import ProgressLine, metrics_writer
 from freda.train.optim import clip_and_update, learning_rate, pass_numbers, total_norm
-from freda.train.parallel import Ranks, own_part, release
+from freda.train.parallel import Ranks, own_part, sharded
 from freda.train.setup import Run, setup
 
 VALIDATION_STEP = 0  # validation noise is that of a fixed step, so that its numbers can be compared
@@ -55,11 +55,9 @@ def resume_run(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
     require(folder.is_dir(), f"there is no run folder {folder}")
     require((folder / "config.toml").is_file(), f"{folder} is not a run folder: it has no config.toml")
     for override in overrides:
-        require(
-            override.partition("=")[0].strip() == "train.steps",
-            f"--set {override}: a resumed run keeps its settings, except for a larger train.steps; "
-            f"for other settings start a new run with train.init={folder}",
-        )
+        kept = f"--set {override}: a resumed run keeps its settings, except for a larger train.steps"
+        steps_alone = override.partition("=")[0].strip() == "train.steps"
+        require(steps_alone, f"{kept}; for other settings start a new run with train.init={folder}")
     before, config = (config_module.load_stored(folder / "config.toml", more) for more in ((), overrides))
     steps, asked = before.train.steps, config.train.steps
     require(asked >= steps, f"train.steps is {asked}, but the run {folder} has {steps}; use a larger number")
@@ -83,31 +81,26 @@ def train(
     done = 0 if saved is None else checkpoint.steps_done(saved)
     if saved is not None and done >= config.train.steps:
         if ranks.first:
-            note(
-                f"{folder} is already finished, at step {done}; to extend it: freda train --resume {folder} --set "
-                f"train.steps=N with N above {done}; to train from it with other settings: train.init={folder} in a "
-                f"new run"
-            )
+            more = f"freda train --resume {folder} --set train.steps=N with N above {done}"
+            other = f"to train from it with other settings: train.init={folder} in a new run"
+            note(f"{folder} is already finished, at step {done}; to extend it: {more}; {other}")
         return Result(saved, done, "", {}, 0.0)
     run = setup(config, saved, ranks)  # before the folder is made: a wrong config leaves nothing behind
     if saved is not None:
         checkpoint.restore(saved, run.parts, run.optimizer, ranks)
     ranks.agree(lambda: prepare_folder(run.config))
-    write = ranks.agree(
-        lambda: metrics_writer(run.config, folder, steps_done=done) if ranks.first else lambda numbers: None
-    )
+    write = ranks.agree(lambda: metrics_writer(run.config, folder, done) if ranks.first else lambda numbers: None)
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
     saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), ranks, keep=config.train.keep)
-    with line, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
+    with line.live, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
         return _run_steps(run, saver, done, line, stop, lambda numbers: ranks.agree(lambda: write(numbers)))
 
 
 def _check_unused(folder: Path) -> None:
     """A new run must not mix with what is there."""
-    require(
-        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
-        f"{folder} is not empty; resume it with: freda train --resume {folder}, or choose another folder",
-    )
+    unused = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    hint = f"resume it with: freda train --resume {folder}, or choose another folder"
+    require(unused, f"{folder} is not empty; {hint}")
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -118,7 +111,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _run_steps(
-    run: Run, saver: checkpoint.Saver, done: int, line: ProgressLine, stop: list[str], write: Callable[[Any], None]
+    run: Run, saver: checkpoint.Saver, done: int, line: ProgressLine, stop: list[int], write: Callable[[Any], None]
 ) -> Result:
     """Steps, and what is due after them; whatever ends the run, its last state is saved."""
     config, first, begun = run.config.train, done, time.perf_counter()
@@ -158,13 +151,12 @@ def _run_steps(
     return Result(saved, done, interrupted, validation, time.perf_counter() - begun)
 
 
-def _interruption(run: Run, saver: checkpoint.Saver, stop: list[str]) -> str:
+def _interruption(run: Run, saver: checkpoint.Saver, stop: list[int]) -> str:
     """The signal that ends the run on all ranks, or nothing; a checkpoint that could not be written ends it too."""
-    own = signal.Signals[stop[0]].value if stop else 0
-    told = run.ranks.tell([own, saver.failed])
-    if any(failed for _, failed in told):
+    told = run.ranks.tell([stop[0] if stop else 0, saver.failed])
+    number, failed = map(max, zip(*told, strict=True))
+    if failed:
         saver.wait()  # raises
-    number = max(number for number, _ in told)
     return signal.Signals(number).name if number else ""
 
 
@@ -182,10 +174,8 @@ def prefetch(run: Run, done: int) -> Prefetcher:
     """The batches of the steps still to do, read ahead, ready to be copied to the device."""
     device = torch.empty(0, device=run.device).device  # with its number: "cuda" would be GPU 0 in a new thread
 
-    def build(step: int) -> list[Batch]:
-        return [pinned(batch, device) for batch in read_batches(run, step)]
-
-    return Prefetcher(build, range(done, run.config.train.steps))
+    steps = range(done, run.config.train.steps)
+    return Prefetcher(lambda step: [pinned(batch, device) for batch in read_batches(run, step)], steps)
 
 
 def take_step(run: Run, step: int) -> dict[str, Any]:
@@ -243,8 +233,7 @@ def _speed(run: Run, flops: float, waited: float, seconds: float) -> dict[str, f
 
 
 def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) -> Tensor:
-    """Backward of every group, its loss divided by the `labels` of the whole step; the sums of loss of this rank's
-    groups, on the device in fp64."""
+    """Backward of every group, its loss divided by the `labels` of the whole step; this rank's sums of loss, fp64."""
     config, losses = run.config.train, []
     for batch, share, passes in zip(batches, run.shares, _passes(run, step), strict=True):
         row = torch.arange(share.start, share.stop)
@@ -279,17 +268,16 @@ def _require_finite(run: Run, step: int, losses: list[list[float]], norm: float,
     bad = [place for place, loss in by_place.items() if not math.isfinite(loss)]
     if math.isfinite(norm) and not bad:
         return
-    config = run.config.train
-    rows, where = range(config.batch_rows), ""
+    config, where = run.config.train, f"step {step}"
+    rows = range(config.batch_rows)
     if bad:
         rank, group = bad[0]
         rows = rank_rows(config.batch_rows, config.group_rows, rank=rank, world=run.ranks.world)[group]
-        where = f", rank {rank}"
+        where += f", rank {rank}"
     start = run.config.data.first_row + step * config.batch_rows
-    raise AgreedError(
-        f"loss {sum(by_place.values()) / labels} and gradient norm {norm} at step {step}{where}, "
-        f"rows {start + rows[0]} to {start + rows[-1]}: stopped before the update; lower train.lr or look at these rows"
-    )
+    where += f", rows {start + rows[0]} to {start + rows[-1]}"
+    odd = f"loss {sum(by_place.values()) / labels} and gradient norm {norm} at {where}"
+    raise AgreedError(f"{odd}: stopped before the update; lower train.lr or look at these rows")
 
 
 @torch.no_grad()
@@ -304,7 +292,8 @@ def validate(run: Run) -> dict[str, float]:
         found = run.call(run.method.validate, batch, at)
         names = list(found)
         sums.append(torch.stack([value.double() for value in (run.method.labels(batch).sum(), *found.values())]))
-    release(run.root)
+    for module in sharded(run.root):
+        module.reshard()  # frees gathered weights, which no backward will free
     labels, *values = ranks.agree(lambda: ranks.gather(torch.stack(sums).sum(0))).sum(0).tolist()
     return {name: value / labels for name, value in zip(names, values, strict=True)}
 
@@ -326,14 +315,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[list[str]]:
-    """A list that fills when SIGINT or SIGTERM arrives. A second Ctrl-C acts as usual; SIGTERM may come twice, from a
-    scheduler and from torchrun."""
-    caught: list[str] = []
-    previous: dict[int, Any] = {}
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that fills when SIGINT or SIGTERM arrives. A second Ctrl-C acts as usual; torchrun may repeat SIGTERM."""
+    caught, previous = list[int](), dict[int, Any]()
 
     def remember(number: int, frame: FrameType | None) -> None:
-        caught.append(signal.Signals(number).name)
+        caught.append(number)
         if number == signal.SIGINT:
             signal.signal(number, previous[number])
 

@@ -4,20 +4,19 @@ A line of metrics is a step (`step`, `loss`, ...), a validation (`step`, `valida
 the data (`data`: its rows and the share of their positions that hold a document). `data_wait` is how many seconds the
 step waited for its batches, `data_wait_share` the share of its time, `data_wait_longest` the longest wait of a step
 since the line before. `tflops` are the useful operations a second of one device (`Method.flops`), `matmul_share` is
-their share of the rate of a large matrix product, measured as the run began.
-
-TensorBoard and Weights & Biases get the same numbers. A resumed run continues under the same name there; the steps it
-does again are written again.
+their share of the rate of a large matrix product, measured as the run began. TensorBoard and Weights & Biases get the
+same numbers; there a resumed run continues under the same name, and the steps it does again are written again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -29,11 +28,9 @@ from freda.sections import to_dict
 from freda.train.config import RunConfig
 
 
-def metrics_writer(config: RunConfig, folder: Path, *, steps_done: int) -> Callable[[dict[str, Any]], None]:
-    """A function that writes a line of metrics, which is then on disk, and tells the trackers.
-
-    A resumed run first drops the lines of steps it will do again.
-    """
+def metrics_writer(config: RunConfig, folder: Path, steps_done: int) -> Callable[[dict[str, Any]], None]:
+    """A function that writes a line of metrics, which is then on disk, and tells the trackers. First, the lines of
+    steps that a resumed run will do again are dropped."""
     path, trackers = folder / "metrics.jsonl", make_trackers(config, folder)
     if path.exists():
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= steps_done]
@@ -63,35 +60,23 @@ def _step_of(line: str) -> float:
 
 
 class ProgressLine:
-    """The line `name  step 120/400  loss 1.234 ...`: redrawn in place on a terminal, now and then printed elsewhere."""
+    """The line `name  step 120/400  loss 1.234 ...`: redrawn in place on a terminal, within the context `live`; now and
+    then printed elsewhere."""
 
     PLAIN_INTERVAL = 10.0  # seconds between lines when stderr is not a terminal
 
     def __init__(self, name: str, steps: int, *, silent: bool = False) -> None:
         self.name, self.steps, self.silent = name, steps, silent
-        self.console = Console(stderr=True, quiet=silent)
-        self.live = (
-            Live(console=self.console, refresh_per_second=8) if self.console.is_terminal and not silent else None
-        )
-        self.printed = time.monotonic()
-
-    def __enter__(self) -> Self:
-        if self.live is not None:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.live is not None:
-            self.live.stop()
+        self.console, self.printed = Console(stderr=True, quiet=silent), time.monotonic()
+        drawn = self.console.is_terminal and not silent
+        self.live = Live(console=self.console, refresh_per_second=8) if drawn else contextlib.nullcontext()
 
     def show(self, step: int, numbers: dict[str, Any], seconds_left: float) -> None:
         """Draw the state after `step` steps."""
-        line = (
-            f"{self.name}  step {step}/{self.steps}  loss {numbers['loss']:.3f}  lr {numbers['lr']:.1e}  "
-            f"{numbers['tokens_per_s']:,.0f} tokens/s  {seconds_left:.0f} s left"
-        )
+        line = f"{self.name}  step {step}/{self.steps}  loss {numbers['loss']:.3f}  lr {numbers['lr']:.1e}"
+        line += f"  {numbers['tokens_per_s']:,.0f} tokens/s  {seconds_left:.0f} s left"
         due = time.monotonic() - self.printed > self.PLAIN_INTERVAL or step == self.steps
-        if self.live is not None:
+        if isinstance(self.live, Live):
             self.live.update(Text(line))
         elif due and not self.silent:
             self.printed = time.monotonic()
@@ -101,8 +86,6 @@ class ProgressLine:
         """Print a line that stays."""
         self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
-
-# -- trackers --------------------------------------------------------------------------------------------------------
 
 Tracker = Callable[[int, Mapping[str, float]], None]  # a step and its numbers
 

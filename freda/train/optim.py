@@ -19,11 +19,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by the names that torch gives t
 
 
 def make_optimizer(parts: Parts, config: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:
-    """AdamW over all weights that learn; matrices decay, norms and biases do not.
-
-    A group's `scale` multiplies its rate: the backbone may learn slower than other parts; copies of its layers that
-    they hold count as backbone. `fused` is the library's kernel for CUDA, which reads and writes every state once.
-    """
+    """AdamW over all weights that learn; matrices decay, norms and biases do not. A group's `scale` multiplies its
+    rate: the backbone, and copies of its layers, may learn slower. `fused` is the library's CUDA kernel."""
     kinds: dict[tuple[bool, bool], list[Tensor]] = {}
     for part, name, weight in parts.weights():
         if weight.requires_grad:
@@ -46,11 +43,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 def clip_and_update(
     optimizer: torch.optim.AdamW, gradients: Sequence[Tensor], norm: float, most: float, copies: Copies | None = None
 ) -> None:
-    """One step of the optimizer with gradients scaled down to the norm `most`.
-
-    With `copies` the gradients are theirs, and one kernel a weight does it all. The library's fused kernel scales while
-    it reads gradients, by the attribute that gradient scalers set: half a pass over all less.
-    """
+    """One step of the optimizer with gradients scaled down to the norm `most`. With `copies` the gradients are theirs,
+    and one kernel a weight does it all. The library's kernel scales by the attribute that gradient scalers set."""
     scale = min(1.0, most / (norm + 1e-6))
     if copies is not None:
         _update_with_copies(optimizer, copies, scale)
@@ -101,10 +95,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def pass_numbers(seed: int, step: int, groups: int, most: int) -> list[int]:
-    """t of each group of rows: uniform on 1..most for every group and spread evenly over the groups of a step (M6).
-
-    A function of (seed, step) alone, so every process of a run agrees on it.
-    """
+    """t of each group of rows: uniform on 1..most for every group and spread evenly over the groups of a step (M6). A
+    function of (seed, step) alone, so every process of a run agrees on it."""
     shift = float(uniform(Purpose.PASSES, seed, step, 0))
     order = uniform(Purpose.PASSES, seed, step, torch.arange(1, groups + 1)).argsort().tolist()
     return [1 + min(most - 1, int(most * (place + shift) / groups)) for place in order]

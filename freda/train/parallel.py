@@ -7,11 +7,8 @@ What is sharded is not the Transformer but a call of a method on it: `Root(model
 uses the embedding, the head and the layers by themselves, in several forwards before one backward. `Root` is the
 outermost FSDP module: embedding, final norm and head (and the scorer's small parts) are gathered for the whole call,
 and their gradients are summed once, at the end of its backward, because the call has no input with a gradient. Every
-`Layer` is gathered for each of its forwards.
-
-Every backward sums its gradients over the ranks; none are kept whole for a later one. A layer has two backwards in a
-group, the draft half's and the clean half's, so its gradient is summed twice, but what adds up is a shard in fp32: 1/N
-of the 16 GB that the whole gradient of 4 B weights would take on each GPU.
+`Layer` is gathered for each of its forwards. Each of its two backwards in a group, the draft half's and the clean
+half's, sums its gradient over the ranks: what adds up is a shard in fp32, not the whole gradient on each GPU.
 """
 
 from __future__ import annotations
@@ -94,7 +91,7 @@ class Ranks:
             return result
         problems = self.exchange(None if problem is None else _words(problem), group)
         first = next(rank for rank, words in enumerate(problems) if words is not None)
-        where = "" if all(words == problems[0] for words in problems) else f"rank {first}: "
+        where = "" if len(set(problems)) == 1 else f"rank {first}: "
         raise AgreedError(f"{where}{problems[first]}") from problem
 
 
@@ -147,11 +144,8 @@ class Root(nn.Module):
         return function(self.parts, *arguments)
 
     def in_bfloat16(self, function: Callable[..., T], *arguments: object) -> T:
-        """`function(parts, *arguments)` with bf16 copies of the weights (M17), which are kept for the next call.
-
-        The gradients of all forwards add up in the copies. Under autocast every compiled layer would cast its weights
-        anew in every forward and backward, and sum the residual stream in fp32.
-        """
+        """`function(parts, *arguments)` with bf16 copies of the weights (M17), where the gradients of all forwards add
+        up. Autocast would cast the weights anew in every forward and backward, and sum the residual stream in fp32."""
         result: T = torch.func.functional_call(self, self._fresh_copies(), (function, *arguments))
         return result
 
@@ -200,30 +194,25 @@ def shard(root: Root, dtype: str, device: torch.device, ranks: Ranks, *, reshard
         if part != BACKBONE:
             fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in _sharded(root):  # gradients are added: losses are divided by the labels of all ranks already
+    for module in sharded(root):  # gradients are added: losses are divided by the labels of all ranks already
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
 
-def release(root: Root) -> None:
-    """Free gathered weights that no backward will free."""
-    for module in _sharded(root):
-        module.reshard()
-
-
-def _sharded(root: Root) -> list[FSDPModule]:
+def sharded(root: Root) -> list[FSDPModule]:
+    """The modules of which each rank has a part."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def own_rows(module: nn.Module) -> dict[str, Part]:
-    """The rows of every weight of a module that this rank holds, which are all where it is not sharded.
-
-    FSDP cuts the rows as `torch.chunk` does: equal pieces, of which the last may be short or missing.
-    """
+    """The rows of every weight of a module that this rank holds, which are all where it is not sharded. FSDP cuts the
+    rows as `torch.chunk` does: equal pieces, of which the last may be short or missing."""
     parts = {}
     for name, weight in module.named_parameters():
-        mesh, rows = (weight.device_mesh, weight.shape[0]) if isinstance(weight, DTensor) else (None, 0)
-        first = 0 if mesh is None else min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+        first = 0
+        if isinstance(weight, DTensor):
+            mesh, rows = weight.device_mesh, weight.shape[0]
+            first = min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
         parts[name] = Part(own_part(weight.detach()), first)
     return parts
 

@@ -46,8 +46,9 @@ def plan_lines(config: RunConfig, *, gpus: int, tflops: float, shape_name: str =
         f"per forward  {train.group_rows // gpus} rows on each of {gpus} GPUs",
     ]
     lines += [f"{name:<12} {size / 1e9:.1f} GB" for name, size in memory(config, shape, gpus).items()]
-    time = f"{seconds:.2f} s a step, {time_as(seconds * train.steps)}"
-    return [*lines, f"time         {time} at {tflops:.0f} useful TFLOP/s a GPU"]
+    days, hours = divmod(seconds * train.steps / 3600, 24)
+    whole = f"{int(days)} days {hours:.1f} hours" if days or hours > 1 / 6 else f"{3600 * hours:.0f} seconds"
+    return [*lines, f"time         {seconds:.2f} s a step, {whole} at {tflops:.0f} useful TFLOP/s a GPU"]
 
 
 def counted_as(count: float, digits: int) -> str:
@@ -58,12 +59,6 @@ def counted_as(count: float, digits: int) -> str:
 def flops_as(flops: float) -> str:
     """Operations of a step, by the size of the model."""
     return f"{flops / 1e15:.1f} PFLOP" if flops >= 1e14 else f"{flops / 1e12:.2f} TFLOP"
-
-
-def time_as(seconds: float) -> str:
-    """How long a run takes; short ones in seconds."""
-    days, hours = divmod(seconds / 3600, 24)
-    return f"{int(days)} days {hours:.1f} hours" if seconds >= 600 else f"{seconds:.0f} seconds"
 
 
 def planned_shape(config: RunConfig, name: str) -> ModelConfig:

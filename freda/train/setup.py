@@ -49,14 +49,14 @@ class Run:
     matmul_rate: float = 0.0  # of the device, operations a second; 0: not measured
     passes: int = 0  # that every group runs, for a bench; 0: numbers drawn for each step
 
+    def __post_init__(self) -> None:
+        train = self.config.train
+        self.shares = rank_rows(train.batch_rows, train.group_rows, rank=self.ranks.rank, world=self.ranks.world)
+
     @property
     def method(self) -> Method:
         """What is trained."""
         return self.config.method
-
-    def __post_init__(self) -> None:
-        train = self.config.train
-        self.shares = rank_rows(train.batch_rows, train.group_rows, rank=self.ranks.rank, world=self.ranks.world)
 
     @property
     def updates_copies(self) -> bool:
@@ -95,9 +95,7 @@ def setup(config: RunConfig, resume_from: Path | None = None, ranks: Ranks = Ran
 @torch.no_grad()
 def fill(parts: Parts, folder: Path | None, new: set[str], seed: int) -> None:
     """Give a model that has nothing but storage the weights of a model folder; a rank of several, its rows of each.
-
-    Parts that the folder does not have (`new`), or all without a folder, are made from the seed.
-    """
+    Parts that the folder does not have (`new`), or all without a folder, are made from the seed."""
     rows = {part: own_rows(module) for part, module in parts.named_children()}
     for part, module in parts.named_children():
         assert isinstance(module, Transformer | Scorer)
@@ -113,9 +111,7 @@ def fill(parts: Parts, folder: Path | None, new: set[str], seed: int) -> None:
 
 def compile_layers(model: Transformer, activations: float) -> None:
     """Compile the forward of every layer; they share the code of one. `activations` is the share kept for backward.
-
-    Only the forward, not the module: what FSDP does before and after it stays outside.
-    """
+    Only the forward, not the module: what FSDP does before and after it stays outside."""
     import torch._dynamo.config
     import torch._functorch.config
 
@@ -129,8 +125,7 @@ def compile_layers(model: Transformer, activations: float) -> None:
 def _assemble(
     config: RunConfig, resume_from: Path | None, device: torch.device, ranks: Ranks
 ) -> tuple[Run, Path | None, set[str]]:
-    """Everything that can be wrong, before anything is shared out; the model has no storage yet. Returns what `fill`
-    needs, too."""
+    """The run, checked, whose model has no storage yet; and what `fill` needs."""
     check_gpu(device, ranks)
     require(bool(config.data.path), "data.path is empty; name a folder made by freda prepare")
     shards, seq_len, seed = Path(config.data.path), config.data.seq_len, config.train.seed
@@ -176,9 +171,7 @@ def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, 
 def _check_shape(asked: ModelConfig, found: ModelConfig) -> None:
     """A [model] section beside `train.init` must not contradict the checkpoint."""
     asked = replace(asked, vocab_size=asked.vocab_size or found.vocab_size)
-    if asked == replace(ModelConfig(), vocab_size=found.vocab_size):  # none was given
-        return
-    for key, value in vars(asked).items():
-        there = getattr(found, key)
-        odd = f"model.{key} is {value}, but the model of train.init has {there}"
-        require(value == there, f"{odd}; omit the [model] section")
+    given = asked != replace(ModelConfig(), vocab_size=found.vocab_size)
+    for key, value in vars(asked).items() if given else ():
+        odd = f"model.{key} is {value}, but the model of train.init has {getattr(found, key)}"
+        require(value == getattr(found, key), f"{odd}; omit the [model] section")

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from freda.errors import missing_package, note
+from freda.errors import note
 from freda.eval.report import published, tables
 from freda.eval.report.points import NEVER, OVERALL, Score, Sweep, read_sweep
-from freda.eval.report.tables import envelope, papers_panels, pareto_panels, pareto_scores
+from freda.eval.report.tables import envelope, papers_panels, pareto_panels
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # safe for colour blindness
 RESERVED = ("autoregressive", "block-diffusion", "self-refine", "best-of-n")  # systems with a colour of their own
@@ -42,16 +42,14 @@ LEGEND_ENTRY = 1.45
 
 
 def draw_sweep(source: Path, out: Path) -> list[Path]:
-    """Write the tables and figures of a sweep; returns their paths. Without matplotlib, which a machine that only
-    measures may not have, the tables alone."""
-    sweep = Sweep(read_sweep(source))
-    out.mkdir(parents=True, exist_ok=True)
-    files: dict[Path, str] = {}
+    """Write the tables and, where there is matplotlib, the figures of a sweep; returns their paths."""
+    sweep, files = Sweep(read_sweep(source)), dict[Path, str]()
     for part in sweep.config.parts:
         made = [table(sweep) for table in tables.TABLES[part]]
         for name, table in zip((part, f"{part}-summary"), made, strict=False):
             files[out / f"{name}.csv"] = tables.as_csv(table)
         files[out / f"{part}.md"] = "\n".join(map(tables.as_markdown, made))
+    out.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     if find_spec("matplotlib") is None:
@@ -64,29 +62,25 @@ def draw(sweep: Sweep, part: str, folder: Path) -> list[Path]:
     """Draw a part of the sweep as PNG and SVG; nothing where there is nothing to draw."""
     if part != "main" and not sweep.panels():
         return []  # likelihoods have no passes, thresholds or candidates
-    try:
-        import matplotlib
-    except ImportError:
-        raise missing_package("matplotlib", "plot") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib
 
-    with plt.rc_context(STYLE):
-        figure = DRAWINGS[part](plt, sweep)
+    with matplotlib.rc_context(STYLE):
+        figure = DRAWINGS[part](sweep)
         if figure is None:
             return []
-        paths = [folder / f"{part}.{kind}" for kind in ("png", "svg")]
-        figure.savefig(paths[0], dpi=200, metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None, "Creator": None})
-        plt.close(figure)
-    return paths
+        png, svg = folder / f"{part}.png", folder / f"{part}.svg"
+        figure.savefig(png, dpi=200, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    return [png, svg]
 
 
-def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[Any]]:
-    """A grid of titled panels, with room above for the legend that `_finish` adds."""
+def _panels(titles: Sequence[str], rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure and its grid of titled panels, with room above for the legend that `_finish` adds."""
+    from matplotlib.figure import Figure
+
     columns = -(-len(titles) // rows)
-    size = (max(4.2, PANEL[0] * columns), PANEL[1] * rows + 0.45)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    figure = Figure((max(4.2, PANEL[0] * columns), PANEL[1] * rows + 0.45), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis, title in itertools.zip_longest(axes.flat, titles):
         axis.set_visible(title is not None)
         axis.set_title(title or "")
@@ -94,10 +88,8 @@ def _panels(plt: Any, titles: Sequence[str], rows: int = 1) -> tuple[Any, list[A
 
 
 def _finish(figure: Any, axes: Sequence[Any], label: str, height: str = "right answers (%)") -> Any:
-    """Label the axes, keep percent near 100 and below, and put one legend above all panels.
-
-    An axis covers at least two points, so that differences of next to nothing look like it.
-    """
+    """Label the axes, keep percent near 100 and below, and put one legend above all panels. An axis covers at least two
+    points, so that differences of next to nothing look like it."""
     for axis in axes:
         axis.set_xlabel(label)
         bottom, top = axis.get_ylim()
@@ -143,10 +135,10 @@ def _above(axis: Any, text: str, place: tuple[float, float], height: float, colo
 # -- the parts -------------------------------------------------------------------------------------------------------
 
 
-def main_figure(plt: Any, sweep: Sweep) -> Any:
+def main_figure(sweep: Sweep) -> Any:
     """Every system on every task, with error bars; the paper's numbers in grey where it has them."""
     rows = -(-len(sweep.tasks) // 4)
-    figure, axes = _panels(plt, list(sweep.tasks), rows=rows)
+    figure, axes = _panels(list(sweep.tasks), rows=rows)
     first_of_row = axes[:: -(-len(axes) // rows)]
     for axis, task in zip(axes, sweep.tasks, strict=True):
         names: list[str] = []
@@ -169,40 +161,39 @@ def main_figure(plt: Any, sweep: Sweep) -> Any:
     return figure
 
 
-def passes_figure(plt: Any, sweep: Sweep) -> Any:
+def passes_figure(sweep: Sweep) -> Any:
     """Figure iter-scaling. Above the points: what the better of the refining systems has gained since one pass."""
     settings = [setting for system in sweep.systems for setting in sweep.settings("passes", system)]
-    stops = {s.passes for s in settings if s.threshold < NEVER}
-    off = {s.passes for s in settings if s.threshold >= NEVER} - stops
+    stops = {setting.passes for setting in settings if setting.threshold < NEVER}
+    off = {setting.passes for setting in settings} - stops
 
     def curves(axis: Any, panel: str) -> None:
         best: dict[int, float] = {}
         for system in sweep.systems:
-            known = [(s.passes, score) for s, score in sweep.scores(system, panel, sweep.settings("passes", system))]
+            known = [(setting.passes, score) for setting, score in sweep.scores("passes", system, panel)]
             if not known:
                 _level(axis, sweep, system, panel)
             _curve(axis, known, **look_of(sweep, system))
             for passes, score in known if sweep.decoding[system].refines else ():
                 best[passes] = max(best.get(passes, 0.0), score.accuracy)
-        for passes, accuracy in best.items():
-            if passes != min(best):
-                _above(axis, f"{accuracy - best[min(best)]:+.1f}", (passes, accuracy), 6)
+        for passes in sorted(best)[1:]:
+            _above(axis, f"{best[passes] - best[min(best)]:+.1f}", (passes, best[passes]), 6)
         if panel == OVERALL and panel in papers_panels(sweep):
             axis.plot(*zip(*published.PASSES.items(), strict=True), "--x", color=GREY, label="paper (4B)")
         if stops and off:  # a dotted line where the early stop is switched off
             axis.axvline((max(stops) + min(off)) / 2, color=GREY, linestyle=":", linewidth=1)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
-    return _by_kind(plt, sweep, "passes per block", curves)
+    return _by_kind(sweep, "passes per block", curves)
 
 
-def pareto_figure(plt: Any, sweep: Sweep) -> Any:
+def pareto_figure(sweep: Sweep) -> Any:
     """Figure pareto-frontier: all points faint, the frontier as a line."""
     panels = pareto_panels(sweep)
-    figure, axes = _panels(plt, panels, rows=-(-len(panels) // 4))
+    figure, axes = _panels(panels, rows=-(-len(panels) // 4))
     for axis, panel in zip(axes, panels, strict=True):
         for system in sweep.systems:
-            scores, look = [score for _, score in pareto_scores(sweep, system, panel)], look_of(sweep, system)
+            scores, look = [score for _, score in sweep.scores("pareto", system, panel)], look_of(sweep, system)
             best = envelope(scores)
             axis.scatter([s.tpf for s in scores], [s.accuracy for s in scores], s=9, color=look["color"], alpha=0.25)
             axis.plot([s.tpf for s in best], [s.accuracy for s in best], **look)
@@ -212,25 +203,21 @@ def pareto_figure(plt: Any, sweep: Sweep) -> Any:
     return _finish(figure, axes, "tokens per forward")
 
 
-def stability_figure(plt: Any, sweep: Sweep) -> Any:
+def stability_figure(sweep: Sweep) -> Any:
     """Tokens that each pass mends and spoils, and how much of a clean draft it keeps."""
     if not sweep.stability:
         return None
-    figure, axes = _panels(plt, ("Right tokens", "Changed by a pass", "Clean draft kept"))
+    figure, axes = _panels(("Right tokens", "Changed by a pass", "Clean draft kept"))
     tasks = list(dict.fromkeys(found["task"] for found in sweep.stability))
     dashes = dict(zip(tasks, itertools.cycle(DASHES), strict=False))
-    for found in sweep.stability:
-        if found["model"] > 0:
-            continue  # the first seed stands for all: the table has every one
-        system, task = found["system"], found["task"]
-        passes = [row["pass"] for row in found["rows"]]
-        look = look_of(sweep, system) | {"linestyle": dashes[task]}
-        look["label"] = system if len(tasks) == 1 else f"{system}, {task}"
-        for axis, name in zip(axes, ("right", "mended", "kept"), strict=True):
-            first = 1 if name == "mended" else 0  # the first pass fills blanks
-            axis.plot(passes[first:], [100 * row[name] for row in found["rows"]][first:], **look)
-        spoiled = [100 * row["spoiled"] for row in found["rows"]][1:]
-        axes[1].plot(passes[1:], spoiled, **(look | {"label": None, "alpha": 0.45, "markerfacecolor": "white"}))
+    spoiled = {"label": None, "alpha": 0.45, "markerfacecolor": "white"}
+    for found in (found for found in sweep.stability if found["model"] == 0):  # one seed; the table has every one
+        label = found["system"] if len(tasks) == 1 else f"{found['system']}, {found['task']}"
+        look = look_of(sweep, found["system"]) | {"linestyle": dashes[found["task"]], "label": label}
+        lines = ((0, "right", look), (1, "mended", look), (2, "kept", look), (1, "spoiled", look | spoiled))
+        for place, name, own in lines:
+            rows = found["rows"][place % 2 :]  # the first pass changes nothing: it fills blanks
+            axes[place].plot([row["pass"] for row in rows], [100 * row[name] for row in rows], **own)
     axes[1].annotate("filled: mended, open: spoiled", (0.98, 0.95), xycoords="axes fraction", ha="right", fontsize=7.5)
     for axis in axes:
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -240,14 +227,14 @@ def stability_figure(plt: Any, sweep: Sweep) -> Any:
     return figure
 
 
-def tau_figure(plt: Any, sweep: Sweep) -> Any:
+def tau_figure(sweep: Sweep) -> Any:
     """Table alpha_ablation as curves, the paper's in grey."""
 
     def curves(axis: Any, panel: str) -> None:
         for system in sweep.systems:
             if sweep.decoding[system].scores:
-                known = sweep.scores(system, panel, sweep.settings("tau", system))
-                _curve(axis, [(s.tau, score) for s, score in known], **look_of(sweep, system))
+                known = sweep.scores("tau", system, panel)
+                _curve(axis, [(setting.tau, score) for setting, score in known], **look_of(sweep, system))
             elif sweep.decoding[system].refines:
                 _level(axis, sweep, system, panel)
         if panel in papers_panels(sweep):
@@ -257,35 +244,35 @@ def tau_figure(plt: Any, sweep: Sweep) -> Any:
         axis.set_xscale("symlog", linthresh=0.1)
 
     scored = any(decoding.scores for decoding in sweep.decoding.values())
-    return _by_kind(plt, sweep, "weight of the scorer, τ", curves) if scored else None
+    return _by_kind(sweep, "weight of the scorer, τ", curves) if scored else None
 
 
-def width_figure(plt: Any, sweep: Sweep) -> Any:
+def width_figure(sweep: Sweep) -> Any:
     """Table bon_width_ablation as curves: one for each number of passes."""
     scoring = [name for name in sweep.systems if sweep.decoding[name].scores]
 
     def curves(axis: Any, panel: str) -> None:
         for system in scoring:
-            known = sweep.scores(system, panel, settings := sweep.settings("width", system))
-            for number, passes in enumerate(dict.fromkeys(setting.passes for setting in settings)):
+            known = sweep.scores("width", system, panel)
+            for number, passes in enumerate(dict.fromkeys(setting.passes for setting, _ in known)):
                 look = look_of(sweep, system) | {"label": f"{system}, {passes} passes", "marker": MARKERS[number]}
                 look["linestyle"] = DASHES[number % len(DASHES)]
                 _curve(axis, [(s.width, score) for s, score in known if s.passes == passes], **look)
         axis.xaxis.get_major_locator().set_params(integer=True)
 
-    return _by_kind(plt, sweep, "candidates, N", curves) if scoring else None
+    return _by_kind(sweep, "candidates, N", curves) if scoring else None
 
 
-def _by_kind(plt: Any, sweep: Sweep, label: str, curves: Callable[[Any, str], None]) -> Any:
+def _by_kind(sweep: Sweep, label: str, curves: Callable[[Any, str], None]) -> Any:
     """A panel for each kind of task, drawn by `curves`."""
-    figure, axes = _panels(plt, [panel.capitalize() for panel in sweep.panels()])
+    figure, axes = _panels([panel.capitalize() for panel in sweep.panels()])
     for axis, panel in zip(axes, sweep.panels(), strict=True):
         curves(axis, panel)
         axis.margins(y=0.15)
     return _finish(figure, axes, label)
 
 
-DRAWINGS: dict[str, Callable[[Any, Sweep], Any]] = {
+DRAWINGS: dict[str, Callable[[Sweep], Any]] = {
     "main": main_figure,
     "passes": passes_figure,
     "pareto": pareto_figure,

@@ -111,15 +111,6 @@ def main_setting(system: SystemConfig, decoding: Decoding) -> Setting:
     return Setting(system.passes if decoding.drafts else 1, system.threshold, system.width, system.tau)
 
 
-def canonical(setting: Setting, own: Setting, decoding: Decoding) -> Setting:
-    """Put values that have no effect to the system's own, so that equal decoding is one point.
-
-    One pass commits everything, and candidates compete from the second pass on.
-    """
-    live = set(decoding.axes) & ({"passes"} if setting.passes == 1 else set(Setting._fields))
-    return own._replace(**{name: getattr(setting, name) for name in live})
-
-
 def _passes(sweep: SweepConfig, own: Setting, decoding: Decoding) -> list[Setting]:
     """Figure iter-scaling: early stop by the threshold with few passes, none with more."""
     if not decoding.drafts:
@@ -156,13 +147,14 @@ PARTS: Mapping[str, Callable[[SweepConfig, Setting, Decoding], list[Setting]]] =
 
 
 def settings_of(parts: Sequence[str], sweep: SweepConfig, system: SystemConfig, decoding: Decoding) -> list[Setting]:
-    """The settings that parts of a sweep measure of a system, each once, in the order of the parts."""
-    own = main_setting(system, decoding)
-    wanted = [canonical(setting, own, decoding) for part in parts for setting in PARTS[part](sweep, own, decoding)]
-    return list(dict.fromkeys(wanted))
-
-
-# -- scores ----------------------------------------------------------------------------------------------------------
+    """The settings that parts of a sweep measure of a system, in the order of the parts. Values without effect (one
+    pass commits everything, candidates compete from the second on) are the system's own: equal decoding is one
+    point."""
+    own, found = main_setting(system, decoding), dict[Setting, None]()
+    for setting in (setting for part in parts for setting in PARTS[part](sweep, own, decoding)):
+        live = set(decoding.axes) & ({"passes"} if setting.passes == 1 else set(Setting._fields))
+        found[own._replace(**{name: getattr(setting, name) for name in live})] = None
+    return list(found)
 
 
 class Score(NamedTuple):
@@ -193,13 +185,11 @@ class Sweep:
         self.stability: list[dict[str, Any]] = content["stability"]
         self.tasks: dict[str, dict[str, Any]] = content["tasks"]
         self.config: SweepConfig = build(SweepConfig, config["sweep"], "sweep.")
-        self.systems: dict[str, SystemConfig] = {
-            name: build(SystemConfig, values, f"system.{name}.") for name, values in config["system"].items()
-        }
-        facts = {name: WITHOUT_AXES.get(one["method"], {}) | one for name, one in content["systems"].items()}
-        self.decoding: dict[str, Decoding] = {
-            name: Decoding(tuple(one["axes"]), one["refines"], int(one["block_size"])) for name, one in facts.items()
-        }
+        self.systems, self.decoding = dict[str, SystemConfig](), dict[str, Decoding]()
+        for name, values in config["system"].items():
+            self.systems[name], about = build(SystemConfig, values, f"system.{name}."), content["systems"][name]
+            about = WITHOUT_AXES.get(about["method"], {}) | about
+            self.decoding[name] = Decoding(tuple(about["axes"]), about["refines"], about["block_size"])
         self.baseline = next((name for name, system in self.systems.items() if system.baseline), None)
         self.checksums: dict[str, str] = content.get("checksums", {})
         self.by_place = {(p.system, p.model, p.task, p.setting): p for p in self.points}
@@ -225,9 +215,8 @@ class Sweep:
     def seeds(self, system: str, task: str, setting: Setting) -> list[Point]:
         """The points of all models of a system; none if one of them was not measured."""
         models = range(len(self.systems[system].models))
-        found = [self.by_place.get((system, model, task, setting)) for model in models]
-        points = [point for point in found if point is not None]
-        return points if len(points) == len(models) else []
+        places = [(system, model, task, setting) for model in models]
+        return [self.by_place[place] for place in places] if all(place in self.by_place for place in places) else []
 
     def score(self, system: str, panel: str, setting: Setting) -> Score | None:
         """The score of a kind, of all kinds or of one task; None if it was not measured."""
@@ -238,21 +227,18 @@ class Sweep:
             return None
         models = range(len(self.systems[system].models))
         found = [mean_score([[points[task][model] for task in tasks] for tasks in groups]) for model in models]
-        accuracy, error, tpf = (statistics.fmean(values) for values in zip(*found, strict=True))
+        accuracy, error, tpf = map(statistics.fmean, zip(*found, strict=True))
         if len(found) > 1:
             error = statistics.stdev(seed.accuracy for seed in found) / math.sqrt(len(found))
         return Score(accuracy, error, tpf)
 
-    def scores(self, system: str, panel: str, settings: Sequence[Setting]) -> list[tuple[Setting, Score]]:
-        """The scores of those settings that were measured."""
-        found = ((setting, self.score(system, panel, setting)) for setting in settings)
+    def scores(self, part: str, system: str, panel: str) -> list[tuple[Setting, Score]]:
+        """The settings of a part that were measured, and their scores."""
+        found = ((setting, self.score(system, panel, setting)) for setting in self.settings(part, system))
         return [(setting, score) for setting, score in found if score is not None]
 
     def paired(self, system: str, task: str) -> Compared | None:
-        """Compare the system with the baseline, question by question, with the main settings.
-
-        Several seeds answer the same questions: what is compared is the fraction of them that solves a question.
-        """
+        """The system against the baseline, question by question: the fraction of its seeds that are right."""
         if self.baseline is None or system == self.baseline:
             return None
         names = (self.baseline, system)
@@ -284,7 +270,7 @@ def mean_score(groups: Sequence[Sequence[Point]]) -> Score:
         error = math.sqrt(sum(covariance(one, other) for one in points for other in points)) / len(points)
         accuracy, tpf = (statistics.fmean(getattr(p, name) for p in points) for name in ("accuracy", "tpf"))
         means.append(Score(100 * accuracy, 100 * error, tpf))
-    accuracy, _, tpf = (statistics.fmean(values) for values in zip(*means, strict=True))
+    accuracy, _, tpf = map(statistics.fmean, zip(*means, strict=True))
     return Score(accuracy, math.hypot(*(mean.error for mean in means)) / len(means), tpf)
 
 

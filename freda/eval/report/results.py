@@ -1,17 +1,16 @@
 """Results of evaluations: the files of one, how certain its score is, and `freda eval --compare A B`.
 
 The folder of an evaluation holds `samples.jsonl`, a head with what was asked and a line per answer, and `results.json`.
-A process may be killed at any moment: files get their names when they are whole, and a line that was cut off or
-damaged is skipped, so that its question is asked again.
+A process may be killed at any moment: a line that was cut off or damaged is skipped, and its question asked again.
 
 Questions differ much more than models do, so two scores are compared question by question: what counts is where they
 disagree. The interval is that of Agresti and Min (2005): the normal one of the mean of the differences (−1, 0 or 1), at
-95%, after adding half a question to each of the four outcomes. Without these, two evaluations that agree on a few
-questions would be equal for certain.
+95%, after adding half a question to each of the four outcomes, or few questions could make two models equal for sure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -49,11 +48,10 @@ def read_samples(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]
 
 
 def _line(text: str) -> dict[str, Any]:
-    try:
+    with contextlib.suppress(ValueError):
         found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def compare(first: Path, second: Path) -> Compared:
@@ -63,10 +61,8 @@ def compare(first: Path, second: Path) -> Compared:
         one, other = (head.get(key) for head in heads)
         require(one == other, f"{first} and {second} were not asked the same: {key} {one} and {other}")
     for folder, head, found in zip((first, second), heads, samples, strict=True):
-        require(
-            len(found) == head.get("n") and bool(found),
-            f"{folder} has {len(found)} of {head.get('n')} answers; run the same freda eval again to finish it",
-        )
+        odd = f"{folder} has {len(found)} of {head.get('n')} answers"
+        require(0 < len(found) == head.get("n"), f"{odd}; run the same freda eval again to finish it")
     left, right = samples
     return compared([(left[name]["correct"], right[name]["correct"]) for name in left])
 
@@ -87,10 +83,8 @@ def compared_line(found: Compared) -> str:
     """The comparison in a line."""
     first, second = (f"{100 * value:.2f}" for value in found.accuracy)
     difference, low, high = (f"{100 * value:+.2f}" for value in (found.difference, found.low, found.high))
-    return (
-        f"A {first}, B {second}: B is {difference} points ({low} to {high} at 95%, paired, n = {found.n}); "
-        f"A alone solves {found.only[0]:g}, B alone {found.only[1]:g}"
-    )
+    points = f"B is {difference} points ({low} to {high} at 95%, paired, n = {found.n})"
+    return f"A {first}, B {second}: {points}; A alone solves {found.only[0]:g}, B alone {found.only[1]:g}"
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -90,7 +91,7 @@ def passes_table(sweep: Sweep) -> Table:
     """Figure iter-scaling: accuracy against the number of passes, by kind and overall."""
     rows: list[Row] = []
     for panel, system in ((panel, system) for panel in sweep.panels() for system in sweep.systems):
-        for setting, score in sweep.scores(system, panel, sweep.settings("passes", system)):
+        for setting, score in sweep.scores("passes", system, panel):
             stop = "off" if setting.threshold >= NEVER else f"{setting.threshold:g}"
             rows.append((panel, system, setting.passes, stop, *map(two_digits, score)))
     if OVERALL in papers_panels(sweep):
@@ -107,7 +108,7 @@ def pareto_table(sweep: Sweep) -> Table:
     """Figure pareto-frontier: every point, and whether no other of its system is both faster and better."""
     rows: list[Row] = []
     for panel, system in ((panel, system) for panel in pareto_panels(sweep) for system in sweep.systems):
-        scores = pareto_scores(sweep, system, panel)
+        scores = sweep.scores("pareto", system, panel)
         best = envelope([score for _, score in scores])
         for setting, score in sorted(scores, key=lambda pair: pair[1].tpf):
             cells = (two_digits(score.tpf), two_digits(score.accuracy), two_digits(score.error))
@@ -126,8 +127,8 @@ def speed_up_table(sweep: Sweep) -> Table:
         return Table(title, header, [], "No system of the sweep is marked as the baseline.")
     rows: list[Row] = []
     for system in (name for name in sweep.systems if name != sweep.baseline):
-        pairs = [[pareto_scores(sweep, name, panel) for name in (sweep.baseline, system)] for panel in panels]
-        ratios = [speed_up(*([score for _, score in scores] for scores in pair)) for pair in pairs]
+        found = [[sweep.scores("pareto", name, panel) for name in (sweep.baseline, system)] for panel in panels]
+        ratios = [speed_up(*([score for _, score in scores] for scores in pair)) for pair in found]
         known = [ratio for ratio in ratios if ratio is not None]
         rows.append((system, *map(two_digits, ratios), mean_of(known) if len(known) == len(ratios) else None))
     low, high = published.SPEED_UP
@@ -204,17 +205,9 @@ def _beside_paper(sweep: Sweep, system: str, setting: Setting, paper: Sequence[f
     return [*ours, *(None if paper is None else paper[place] for place in places)]
 
 
-# -- the Pareto frontier ---------------------------------------------------------------------------------------------
-
-
 def pareto_panels(sweep: Sweep) -> list[str]:
     """One panel for each generated task."""
     return [task for tasks in sweep.panels().values() for task in tasks]
-
-
-def pareto_scores(sweep: Sweep, system: str, panel: str) -> list[tuple[Setting, Score]]:
-    """All points of a system on a task."""
-    return sweep.scores(system, panel, sweep.settings("pareto", system))
 
 
 def envelope(scores: Sequence[Score]) -> list[Score]:
@@ -256,23 +249,18 @@ def as_csv(table: Table) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([name + more for name, names in zip(table.header, columns, strict=True) for more in names])
     for row in table.rows:
-        cells = zip(row, columns, strict=True)
-        writer.writerow([value for cell, names in cells for value in _numbers(cell, len(names))])
+        cells = (cell if isinstance(cell, tuple) else (cell,) for cell in row)
+        padded = (itertools.zip_longest(names, cell) for names, cell in zip(columns, cells, strict=True))
+        writer.writerow([value for pairs in padded for _, value in pairs])
     return text.getvalue()
-
-
-def _numbers(cell: Cell, count: int) -> list[Cell]:
-    return list(cell) if isinstance(cell, tuple) else [cell, *[None] * (count - 1)]
 
 
 def as_markdown(table: Table) -> str:
     """The rows as a Markdown table under its title."""
     rows = table.rows if table.shown is None else table.shown
-    marks = [
-        "---" if any(isinstance(row[place], str) for row in rows) else "---:" for place in range(len(table.header))
-    ]
-    lines = [table.header, *([_shown(cell) for cell in row] for row in rows)]
-    first, *rest = (f"| {' | '.join(cells)} |" for cells in lines)
+    texts = [any(isinstance(row[place], str) for row in rows) for place in range(len(table.header))]
+    marks = ["---" if is_text else "---:" for is_text in texts]
+    first, *rest = (f"| {' | '.join(map(_shown, row))} |" for row in (table.header, *rows))
     note = ["", table.note] if table.note else []
     return "\n".join([f"### {table.title}", "", first, f"|{'|'.join(marks)}|", *rest, *note, ""])
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from freda.errors import require
 from freda.eval.tasks.sandbox import Verdict, run_many
-from freda.eval.tasks.task import Example, Graded, Task, json_rows
+from freda.eval.tasks.task import Example, GradeAll, Graded, Task, json_rows
 
 FUNCTION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # what follows the body of a function
 MOST_KNOWN = 100_000  # verdicts kept, a few kilobytes each
@@ -89,11 +89,8 @@ def _mbpp_prompt(row: dict[str, Any]) -> str:
     )
 
 
-def executed(
-    program_of: Callable[[Mapping[str, Any], str], tuple[str, str]],
-) -> Callable[[Sequence[Example], Sequence[str]], list[Graded]]:
-    """A `Task.grade_all` that runs completions in the sandbox; `program_of` makes a program and its tests of a row and
-    a completion."""
+def executed(program_of: Callable[[Mapping[str, Any], str], tuple[str, str]]) -> GradeAll:
+    """A `Task.grade_all` that runs in the sandbox what `program_of` makes of a row and a completion: program, tests."""
 
     def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
         verdicts = _verdicts([program_of(example.row, text) for example, text in zip(examples, texts, strict=True)])
@@ -120,9 +117,8 @@ def humaneval_program(row: Mapping[str, Any], completion: str) -> tuple[str, str
 
 def humanevalplus_program(row: Mapping[str, Any], completion: str) -> tuple[str, str]:
     """Prompt and completion; a comparison with the reference on all inputs of the row."""
-    inputs = json.dumps([*row["base_input"], *row["plus_input"]])
+    inputs, name = json.dumps([*row["base_input"], *row["plus_input"]]), row["entry_point"]
     reference = row["prompt"] + row["canonical_solution"]
-    name = row["entry_point"]
     call = f"_freda_check({name}, {reference!r}, {inputs!r}, {name!r}, {row['atol']!r})\n"
     return row["prompt"] + completion, PLUS_TESTS + call
 

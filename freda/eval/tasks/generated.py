@@ -17,17 +17,17 @@ from freda.data.mini import MiniKind, questions_of, settings_in
 from freda.data.mini_code import tests_of
 from freda.data.synthetic import ANSWER, final_answer, problems_of
 from freda.errors import require
-from freda.eval.tasks.code import FUNCTION_STOPS, executed, humaneval_program
-from freda.eval.tasks.multiple_choice import CHOICES, grade_letter, right_letter
+from freda.eval.tasks.code import HUMANEVAL
+from freda.eval.tasks.multiple_choice import GPQA_DIAMOND
 from freda.eval.tasks.task import Example, Graded, Task, compared_with_gold, one_by_one
 
 
 def load_sums(folder: Path, count: int) -> list[Example]:
     """The first sums of the test split."""
-    problems = problems_of(CorpusConfig(**settings_in(_shards(folder), "sums")), "test")
+    problems = itertools.islice(problems_of(CorpusConfig(**settings_in(_shards(folder), "sums")), "test"), count)
     return [
-        Example(f"sums/{number}", problem.prompt, problem.answer, {"solution": problem.solution})
-        for number, problem in enumerate(itertools.islice(problems, count))
+        Example(f"sums/{number}", one.prompt, one.answer, {"solution": one.solution})
+        for number, one in enumerate(problems)
     ]
 
 
@@ -55,11 +55,6 @@ def grade_final_number(example: Example, text: str) -> Graded:
     return compared_with_gold(str(number) == example.gold, str(number), example)
 
 
-def solution(example: Example) -> str:
-    """The worked solution that ends in the right number."""
-    return str(example.row["solution"])
-
-
 SUMS = Task(
     name="sums",
     kind="mathematics",
@@ -67,7 +62,7 @@ SUMS = Task(
     max_new_tokens=256,
     load=load_sums,
     grade_all=one_by_one(grade_final_number),
-    reference=solution,
+    reference=lambda example: str(example.row["solution"]),
 )
 MINI_MATH = replace(
     SUMS,
@@ -76,21 +71,18 @@ MINI_MATH = replace(
     max_new_tokens=192,
     load=functools.partial(load_mini, "mini_math", "steps {0.level}"),
 )
-MINI_CODE = Task(
+MINI_CODE = replace(
+    HUMANEVAL,
     name="mini_code",
-    kind="coding",
     rows=2000,
-    stops=FUNCTION_STOPS,
+    checksum="",
     max_new_tokens=192,
     load=functools.partial(load_mini, "mini_code", "{0.family} {0.level}"),
-    grade_all=executed(humaneval_program),
 )
-MINI_LOGIC = Task(
+MINI_LOGIC = replace(
+    GPQA_DIAMOND,
     name="mini_logic",
-    kind="knowledge",
     rows=2000,
-    choices=CHOICES,
+    shots=0,
     load=functools.partial(load_mini, "mini_logic", "{0.family} {0.level}"),
-    grade_all=one_by_one(grade_letter),
-    reference=right_letter,
 )

@@ -1,23 +1,20 @@
 """GSM8K, 4-shot chain of thought, and MATH-500, 4-shot: word problems and competition mathematics.
 
 GSM8K: the exemplars are the first four of the eight that most projects use (`fewshot/gsm8k_cot_8shot.json`). Strict
-match takes the number after "The answer is", flexible match the last number of the text; strict is the headline.
+match, the headline, takes the number after "The answer is", flexible match the last number of the text.
 
 MATH-500: the exemplars are the four of Minerva (`fewshot/minerva_math_4shot.json`). The answer is what follows "final
-answer is", or else the last \\boxed{}; math-verify compares it with the published one. It stops itself by a signal,
-which only works in the main thread of a process, and LaTeX can make it hang all the same: every answer is graded in a
-worker process that is killed when it takes too long.
+answer is", or else the last \\boxed{}; math-verify compares it with the published one. LaTeX can make it hang, so every
+answer is graded in a worker process that is killed when it takes too long.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +28,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 CALCULATOR = re.compile(r"<<[^>]*>>")  # annotations of the published solutions
 FINAL = re.compile(r"final answer is:?\s*(.+?)(?:\.\s*I hope|\.?\s*$)", re.IGNORECASE | re.DOTALL)
 SECONDS = 10  # for one answer; 1,000 comparisons of published answers take 2 s
+TO_START = 300  # seconds that a process may take to start
 LONGEST = 2_000  # characters of an answer that are looked at
 Check = Callable[[str, str], bool]
 
@@ -39,11 +37,11 @@ def load_gsm8k(folder: Path, expected: int) -> list[Example]:
     """The test questions behind four exemplars."""
     rows = json_rows(folder / "gsm8k" / "test.jsonl", ("question", "answer"), expected)
     head = exemplars(folder / "fewshot" / "gsm8k_cot_8shot.json", "Q: {question}\nA: {target}\n\n", SHOTS)
-    golds = [row["answer"].rpartition("####")[2].strip().replace(",", "") for row in rows]
-    return [
-        Example(f"gsm8k/{number}", f"{head}Q: {row['question']}\nA:", gold, row)
-        for number, (row, gold) in enumerate(zip(rows, golds, strict=True))
-    ]
+    examples = []
+    for number, row in enumerate(rows):
+        gold = row["answer"].rpartition("####")[2].strip().replace(",", "")
+        examples.append(Example(f"gsm8k/{number}", f"{head}Q: {row['question']}\nA:", gold, row))
+    return examples
 
 
 def grade_gsm8k(example: Example, text: str) -> Graded:
@@ -82,55 +80,38 @@ def load_math500(folder: Path, expected: int) -> list[Example]:
 
 def grade_math500(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
     """Compare every answer with the published one, in worker processes."""
-    answers = [answer_of(text) for text in texts]
-    pairs = [(example.gold, answer) for example, answer in zip(examples, answers, strict=True) if answer]
-    verdicts = iter(in_workers(same, pairs))
-    return [_graded(example, a, next(verdicts) if a else None) for example, a in zip(examples, answers, strict=True)]
-
-
-def _graded(example: Example, answer: str, right: bool | None) -> Graded:
-    if right is None:
-        return Graded(False, f"the grader failed, or gave up after {SECONDS} s" if answer else "no answer", answer)
-    return compared_with_gold(right, answer, example)
+    pairs = [(example, answer_of(text)) for example, text in zip(examples, texts, strict=True)]
+    verdicts, graded = iter(in_workers(same, [(example.gold, answer) for example, answer in pairs if answer])), []
+    for example, answer in pairs:
+        right = next(verdicts) if answer else None
+        why = f"the grader failed, or gave up after {SECONDS} s" if answer else "no answer"
+        unknown = Graded(False, why, answer)
+        graded.append(unknown if right is None else compared_with_gold(right, answer, example))
+    return graded
 
 
 def in_workers(check: Check, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-    """The verdicts of `check` on all pairs, from processes that are killed when one takes too long; None where it took
-    too long, failed or ended its process."""
+    """The verdicts of `check` on all pairs, from worker processes; None where it failed, ended its process or took too
+    long. Then the processes are killed, and new ones go on."""
     found: dict[int, bool | None] = {}
-    workers = os.cpu_count() or 1
-    while waiting := [index for index in range(len(pairs)) if index not in found]:
-        verdicts = _verdicts(check, [pairs[index] for index in waiting], min(workers, len(waiting)))
-        found |= {waiting[number]: verdict for number, verdict in verdicts.items()}
-        workers = 1  # after a process that hung or died, the others one by one
-    return [found[index] for index in range(len(pairs))]
+    while waiting := {number: pair for number, pair in enumerate(pairs) if number not in found}:
+        found |= _verdicts(check, waiting)
+    return [found[number] for number in range(len(pairs))]
 
 
-def _verdicts(check: Check, pairs: Sequence[tuple[str, str]], workers: int) -> dict[int, bool | None]:
-    """Verdicts by number, up to the first answer that makes its process die, or hang: then None for it."""
-    found: dict[int, bool | None] = {}
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for ready in [pool.submit(_safely, check, "1", "1") for _ in range(workers)]:
-            ready.result()  # starting a process on a busy machine must not use up an answer's time
-        futures = [pool.submit(_safely, check, *pair) for pair in pairs]
-        for number, future in enumerate(futures):
-            try:
-                found[number] = future.result(timeout=SECONDS)
-            except BrokenProcessPool:
-                found |= {number: None} if workers == 1 else {}  # among several, it is not known which answer it was
-                break
-            except TimeoutError:
+def _verdicts(check: Check, pairs: Mapping[int, tuple[str, str]]) -> dict[int, bool | None]:
+    """Verdicts by number, up to the first answer that takes too long: then None for it."""
+    workers, found = min(os.cpu_count() or 1, len(pairs)), dict[int, bool | None]()
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        started = pool.starmap_async(_safely, [(check, "1", "1")] * workers, chunksize=1)
+        started.get(TO_START)  # which must not use up an answer's time
+        verdicts = {number: pool.apply_async(_safely, (check, *pair)) for number, pair in pairs.items()}
+        for number, verdict in verdicts.items():
+            verdict.wait(SECONDS)
+            if not verdict.ready():
                 found[number] = None
-                later = [place for place in range(number + 1, len(futures)) if futures[place].done()]
-                found |= {place: futures[place].result() for place in later}
-                _kill(pool)
                 break
-    return found
-
-
-def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
-    for process in list(pool._processes.values()):
-        process.kill()
+        return found | {number: verdict.get() for number, verdict in verdicts.items() if verdict.ready()}
 
 
 def _safely(check: Check, gold: str, answer: str) -> bool | None:

@@ -3,9 +3,8 @@
 MMLU has 57 subjects; the exemplars are the five questions of each subject's dev file, in its order.
 
 GPQA-Diamond asks graduate questions in science. The first five rows are the exemplars and the other 193 are scored (the
-paper's loader). The published rows name the right answer first; the options are put in a random order that depends on
-the row's number alone. The authors ask that the questions stay out of plain text on the net, so their checksum is not
-known here.
+paper's loader). The options are in a random order that depends on the row's number alone. The authors ask that the
+questions stay out of plain text on the net, so their checksum is not known here.
 """
 
 from __future__ import annotations
@@ -57,12 +56,8 @@ def load_gpqa(folder: Path, expected: int) -> list[Example]:
     empty = next((number for number, row in enumerate(rows, start=1) if not all(map(row.get, GPQA_COLUMNS))), None)
     require(empty is None, f"{path}: question {empty} is not a question and four answers; get the file again")
     asked = [_shuffled(row, number) for number, row in enumerate(rows)]
-    head = _heading("science", asked[:SHOTS])
-    return [
-        Example(f"gpqa_diamond/{number}", head + text, letter, rows[number])
-        for number, (text, letter) in enumerate(asked)
-        if number >= SHOTS
-    ]
+    head, left = _heading("science", asked[:SHOTS]), range(SHOTS, len(rows))
+    return [Example(f"gpqa_diamond/{n}", head + asked[n][0], asked[n][1], rows[n]) for n in left]
 
 
 def _shuffled(row: dict[str, str], number: int) -> tuple[str, str]:
@@ -90,11 +85,6 @@ def grade_letter(example: Example, text: str) -> Graded:
     return compared_with_gold(text.strip() == example.gold, text.strip(), example)
 
 
-def right_letter(example: Example) -> str:
-    """The right answer, as one of `CHOICES`."""
-    return f" {example.gold}"
-
-
 MMLU = Task(
     name="mmlu",
     kind="knowledge",
@@ -104,6 +94,6 @@ MMLU = Task(
     choices=CHOICES,
     load=load_mmlu,
     grade_all=one_by_one(grade_letter),
-    reference=right_letter,
+    reference=lambda example: f" {example.gold}",  # as one of the choices
 )
 GPQA_DIAMOND = replace(MMLU, name="gpqa_diamond", rows=198, checksum="", load=load_gpqa)

@@ -1,7 +1,6 @@
 """What a benchmark is: a value that reads questions and grades answers, and knows no model.
 
-`reference` gives a text that must be graded as right, and a constant wrong answer must not: `freda eval --self-check`
-tests the graders with them.
+`reference` gives a text that must be graded as right: `freda eval --self-check` tests the graders with it.
 """
 
 from __future__ import annotations
@@ -42,6 +41,9 @@ class Graded(NamedTuple):
     also: Mapping[str, bool] = MappingProxyType({})  # verdicts by other rules than the headline's
 
 
+GradeAll = Callable[[Sequence[Example], Sequence[str]], list[Graded]]  # all at once: some graders run in parallel
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A benchmark: where its questions come from, how they are asked and how answers are graded."""
@@ -50,7 +52,7 @@ class Task:
     kind: Kind  # the panel of a figure that it belongs to
     rows: int  # in the published file; fewer or more are an error
     load: Callable[[Path, int], list[Example]]  # from a data folder and `rows`, in the order of the file
-    grade_all: Callable[[Sequence[Example], Sequence[str]], list[Graded]]  # all at once: some graders run in parallel
+    grade_all: GradeAll
     reference: Callable[[Example], str] = lambda example: example.gold  # a right answer
     max_new_tokens: int = 1
     checksum: str = ""  # first digits of the published questions' checksum; empty where it is not known
@@ -60,21 +62,17 @@ class Task:
     check_installed: Callable[[], None] = lambda: None  # raises if a package that the grader needs is missing
 
     def examples(self, folder: Path, limit: int = 0, *, unpublished: bool = False) -> list[Example]:
-        """The first `limit` questions in a data folder, or all if it is 0; those that are not the published ones are
-        refused unless `unpublished` is set. A missing package of the grader is reported before anything is generated.
-        """
+        """The first `limit` questions in a folder, or all if it is 0; others than published only if `unpublished`."""
         self.check_installed()
         examples = self.load(folder, self.rows)
         found = checksum(examples)
-        require(
-            unpublished or found.startswith(self.checksum),
-            f"the questions of {self.name} are not the published ones (checksum {found[:16]}, not {self.checksum}); "
-            f"get the files again, or evaluate on them as they are with --unpublished",
-        )
+        odd = f"the questions of {self.name} are not the published ones (checksum {found[:16]}, not {self.checksum})"
+        hint = "get the files again, or evaluate on them as they are with --unpublished"
+        require(unpublished or found.startswith(self.checksum), f"{odd}; {hint}")
         return examples[:limit] if limit else examples
 
 
-def one_by_one(grade: Callable[[Example, str], Graded]) -> Callable[[Sequence[Example], Sequence[str]], list[Graded]]:
+def one_by_one(grade: Callable[[Example, str], Graded]) -> GradeAll:
     """A `Task.grade_all` that grades every text by itself."""
     return lambda examples, texts: [grade(*pair) for pair in zip(examples, texts, strict=True)]
 
@@ -92,9 +90,6 @@ def checksum(examples: Sequence[Example]) -> str:
         tests = [example.row[name] for name in TESTS if name in example.row]
         digest.update(json.dumps([example.id, example.prompt, example.gold, *tests]).encode())
     return digest.hexdigest()
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def found(path: Path) -> Path:
