@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -289,6 +290,28 @@ def fork(function: Callable[..., None], *arguments: object) -> multiprocessing.p
     process = CONTEXT.Process(target=function, args=arguments)
     process.start()
     return process
+
+
+def run_interpreted(check: Callable[[], None], folder: Path) -> None:
+    """Call `check`, a function of a module, in a process of its own where kernels run in Triton's interpreter."""
+    child = fork(_interpreted, check, folder / "stderr")
+    child.join(PATIENCE)
+    child.kill()
+    assert child.exitcode == 0, (folder / "stderr").read_text()
+
+
+def _interpreted(check: Callable[[], None], errors: Path) -> None:
+    with _stderr_to(errors):
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+        import triton.language as tl
+        from triton.runtime import interpreter
+
+        # The language is patched once, not at every call, and int32 is not watched: nothing here is that large.
+        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+        builder = interpreter.interpreter_builder
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        check()
 
 
 def run_ranks(function: Callable[[Ranks, Path], Any], world: int, folder: Path) -> list[Any]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +13,7 @@ from freda.decode.pages import BlockTable, ForwardShape, Pages
 from freda.folders import quantize
 from freda.model.config import ModelConfig
 from freda.model.transformer import Transformer
-from tests.helpers import PlainBackend
+from tests.helpers import PlainBackend, run_interpreted
 
 VOCABULARY, PAGE = 205, 16
 CASES = [
@@ -152,29 +149,25 @@ def check_picks() -> None:
 
 SHAPES = [{}, {"heads": 4, "kv_heads": 2, "head_dim": 128}, {"qk_norm": False, "qkv_bias": True}]
 
-PROGRAM = """
-import json, torch
-from tests.test_packed import CASES, SHAPES, check_picks, compare, compare_prefill
-check_picks()
-for shape in SHAPES:
-    assert compare_prefill("cpu", torch.float32, layers=1 if shape else 2, **shape) < 1e-5
-cases = [(case, {}) for case in range(len(CASES))]
-cases += [(0, {"int8": True})]  # the rest on a GPU
-cases += [(case, {"whole": True}) for case in (1, 2, 3, 4, 5)]
-print(json.dumps([compare(case, "cpu", torch.float32, **way) for case, way in cases]))
-"""
+
+def check_interpreted() -> None:
+    check_picks()
+    for shape in SHAPES:
+        assert compare_prefill("cpu", torch.float32, layers=1 if shape else 2, **shape) < 1e-5
+    cases: list[tuple[int, dict[str, bool]]] = [(case, {}) for case in range(len(CASES))]
+    cases += [(0, {"int8": True})]  # the rest on a GPU
+    cases += [(case, {"whole": True}) for case in (1, 2, 3, 4, 5)]
+    for case, way in cases:
+        found = compare(case, "cpu", torch.float32, **way)
+        assert found["choices"] == found["seconds"] == 1
+        assert all(found[key] < 1e-5 for key in ("hidden", "stored", "prob", "second_prob")), found
 
 
 @pytest.mark.slow
-def test_in_the_interpreter() -> None:
+def test_in_the_interpreter(tmp_path: Path) -> None:
     """In fp32 on a CPU, where Triton is installed: equal but for the order of sums."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for found in json.loads(done.stdout.splitlines()[-1]):
-        assert found["choices"] == found["seconds"] == 1
-        assert all(found[key] < 1e-5 for key in ("hidden", "stored", "prob", "second_prob")), found
+    run_interpreted(check_interpreted, tmp_path)
 
 
 @pytest.mark.gpu
