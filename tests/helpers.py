@@ -6,21 +6,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from freda.cli import main
 from freda.data import mini
 from freda.data.config import CorpusConfig, MiniConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.loader import Batch
@@ -282,7 +285,7 @@ def write_stand_in(assets: Path) -> Path:
     return assets / "mini"
 
 
-# -- several processes of one run, without torchrun --------------------------------------------------------------------
+# -- other processes, forked from one that has torch loaded ------------------------------------------------------------
 
 
 def fork(function: Callable[..., None], *arguments: object) -> multiprocessing.process.BaseProcess:
@@ -290,6 +293,69 @@ def fork(function: Callable[..., None], *arguments: object) -> multiprocessing.p
     process = CONTEXT.Process(target=function, args=arguments)
     process.start()
     return process
+
+
+class Said(NamedTuple):
+    """What became of a command."""
+
+    code: int | None
+    out: str
+    errors: str
+
+
+class FredaProcess:
+    """The command line in a process of its own that has torch loaded already; stdout and stderr go to `folder`, or with
+    the rest to the terminal of that name."""
+
+    def __init__(self, *arguments: object, folder: Path, terminal: str = "", **environment: object) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = folder / "stdout", folder / "stderr"
+        places = [terminal] * 3 if terminal else [os.devnull, *map(str, self.files)]
+        given = [str(argument) for argument in arguments]
+        self.process = fork(_freda, given, places, {key: str(value) for key, value in environment.items()})
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> Said:
+        self.process.join(PATIENCE)
+        code = self.process.exitcode
+        self.process.kill()
+        return Said(code, *(path.read_text() if path.exists() else "" for path in self.files))
+
+
+def _freda(arguments: list[str], places: list[str], environment: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= environment
+    for number, (place, name) in enumerate(zip(places, ("stdin", "stdout", "stderr"), strict=True)):
+        os.dup2(os.open(place, os.O_RDWR | os.O_CREAT), number)
+        setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    sys.argv = ["freda", *arguments]
+    main()
+
+
+def freda_on_ranks(*arguments: object, world: int, folder: Path) -> list[Said]:
+    """What becomes of a command on each rank, whose environment is as torchrun makes it."""
+    port = _free_port()
+    ranks = [
+        FredaProcess(*arguments, folder=folder / str(rank), **_rank_environment(rank, world, port))
+        for rank in range(world)
+    ]
+    return [rank.wait() for rank in ranks]
+
+
+def loaded_by(modules: Sequence[str], folder: Path) -> set[str]:
+    """The packages that are there when these modules, and others of freda, have been imported."""
+    child = fork(_import, modules, folder / "loaded")
+    child.join(PATIENCE)
+    return set((folder / "loaded").read_text().split())
+
+
+def _import(modules: Sequence[str], found: Path) -> None:
+    for name in modules:
+        importlib.import_module(name)
+    found.write_text("\n".join({name.partition(".")[0] for name in sys.modules}))
 
 
 def run_interpreted(check: Callable[[], None], folder: Path) -> None:
@@ -317,9 +383,7 @@ def _interpreted(check: Callable[[], None], errors: Path) -> None:
 def run_ranks(function: Callable[[Ranks, Path], Any], world: int, folder: Path) -> list[Any]:
     """What `function(ranks, folder)` returns on each rank, as JSON carries it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     children = [fork(_rank, function, rank, world, port, folder) for rank in range(world)]
     for child in children:
         child.join(PATIENCE)
@@ -333,11 +397,21 @@ def run_ranks(function: Callable[[Ranks, Path], Any], world: int, folder: Path) 
 
 def _rank(function: Callable[[Ranks, Path], Any], rank: int, world: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= _rank_environment(rank, world, port)
     with _stderr_to(folder / f"stderr-{rank}"), processes() as ranks:
         result = function(ranks, folder)
     (folder / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def _rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {**{key: str(value) for key, value in here.items()}, "MASTER_ADDR": "localhost"}
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.helpers import method, run_ranks
+from tests.helpers import freda_on_ranks, method, run_ranks
 
 METHODS = ("autoregressive", "block-diffusion", "self-refine", "best-of-n", "best-of-n-layer", "best-of-n-beam")
 TOLERANCE = {"rel": 5e-6, "abs": 5e-6}  # fp32 sums in another order, through six steps; seen: 1e-6
@@ -338,18 +338,12 @@ def test_ranks_verify_a_checkpoint_together(said: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_torchrun(folder: Path) -> None:
-    """As a user starts it: one answer, one message for all ranks, and SIGTERM saves."""
+    """As a user starts it: one answer, and SIGTERM saves."""
     file, run = folder / "run.toml", folder / "torchrun"
     file.write_text(configs.dump(config(folder, "self-refine", steps=100_000)))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launch += ["-m", "freda", "train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    wrong = subprocess.Popen(
-        [*launch, str(folder / "none.toml"), "--out", str(folder / "none")],
-        stderr=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
     command = [*launch, str(file), "--out", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
     wait_for(run / "latest")
@@ -358,8 +352,12 @@ def test_torchrun(folder: Path) -> None:
     assert errors.count("saved and stopped") == 1 and out.count("checkpoints/step-") == 1, errors
     step = int(out.strip().rsplit("-", 1)[1])
     assert metrics(run)[-1]["step"] == step and (run / "latest").read_text() == f"step-{step}\n"
-    said = wrong.communicate(timeout=60)[1]
-    assert wrong.returncode == 1 and said.count("there is no config file") == 1, said
+
+
+def test_one_message_for_all_ranks(tmp_path: Path) -> None:
+    said = freda_on_ranks("train", tmp_path / "none.toml", "--out", tmp_path / "none", world=2, folder=tmp_path)
+    assert [one.code for one in said] == [2, 2]
+    assert "".join(one.errors for one in said).count("there is no config file") == 1, said
 
 
 def wait_for(path: Path) -> None:
