@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -72,7 +73,7 @@ TRANSFORMERS_CASES = {
 }
 EASY = MiniConfig(documents=200, validation_documents=10)
 CONTEXT = multiprocessing.get_context("forkserver")  # a server imports torch once, and ranks fork from it
-CONTEXT.set_forkserver_preload(["freda.train.loop", "tests.helpers"])
+CONTEXT.set_forkserver_preload(["freda.train.loop", "torch._dynamo", "tests.helpers"])  # training imports the second
 PATIENCE = 100  # seconds: a rank that waits for another for ever must not hold up the tests
 
 
@@ -368,7 +369,9 @@ def run_interpreted(check: Callable[[], None], folder: Path) -> None:
 
 def _interpreted(check: Callable[[], None], errors: Path) -> None:
     with _stderr_to(errors):
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is done again
+        for name in [name for name in sys.modules if re.match(r"triton\b(?!\._C)", name)]:
+            del sys.modules[name]
         import triton.language as tl
         from triton.runtime import interpreter
 
