@@ -143,7 +143,8 @@ def test_debug_shows_the_trace_and_help_is_fast() -> None:
 def test_demo_the_quick_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freda.demo.LONGEST_ANSWER", 16)  # of the bundled model
+    monkeypatch.setattr("freda.demo.LONGEST_ANSWER", 8)  # of the bundled model
+    monkeypatch.setattr("freda.demo.LONGEST_SOLUTION", 8)
     out = tmp_path / "demo"
     for _ in range(2):  # a second demo replaces the first
         assert run(["demo", "--quick", "--out", str(out)]) == 0

@@ -107,7 +107,8 @@ def test_an_unknown_name_is_told_the_known_ones(stand_in: Path) -> None:
 def test_the_demo_begins_with_the_packaged_model(
     stand_in: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freda.demo.LONGEST_ANSWER", 8)
+    for name in ("LONGEST_ANSWER", "LONGEST_SOLUTION"):
+        monkeypatch.setattr(f"freda.demo.{name}", 8)
     assert run(["demo", "--quick", "--out", "demo"]) == 0
     shown = capsys.readouterr()
     before = shown.out[: shown.out.index("held-out problems")]
