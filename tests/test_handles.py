@@ -214,7 +214,7 @@ def test_a_reader_that_stops_early_cancels_though_the_handle_is_still_held() -> 
     assert handle.result().finish == "cancelled" and idle(engine)
 
 
-def test_ten_thousand_random_submits_and_cancels_leave_all_pages_free() -> None:
+def test_thousands_of_random_submits_and_cancels_leave_all_pages_free() -> None:
     """The forwards are left out: it is the book-keeping that is tried."""
     engine = Engine(scored(), EngineConfig(max_batch=6, page_size=8, pages=40, queue=20))
     rng = random.Random(0)
@@ -235,7 +235,7 @@ def test_ten_thousand_random_submits_and_cancels_leave_all_pages_free() -> None:
         patch.setattr("freda.decode.batch.RequestBatch.draft_pass", draft_pass)
         handles, ends = list[Any](), dict[str, int]()
         begun = time.monotonic()
-        for number in range(10_000):
+        for number in range(4_000):
             prompt = [rng.randrange(3) for _ in range(rng.choice([3, 16, 40]))]
             try:
                 handles.append(engine.submit(Request(prompt=prompt, max_new_tokens=rng.randrange(1, 30))))

@@ -231,7 +231,10 @@ def test_a_sweep_from_the_command_line(
 
 def test_drawing_loads_no_torch(tmp_path: Path) -> None:
     """Tables, figures and comparisons, from files alone."""
-    source = Path(__file__).parent.parent / "results" / "demo-sweep.json"
+    content = json.loads((Path(__file__).parent.parent / "results" / "demo-sweep.json").read_text())
+    content["config"]["sweep"]["parts"] = ["main", "pareto"]
+    source = tmp_path / "sweep.json"
+    source.write_text(json.dumps(content))
     code = (
         "import sys; from freda.cli import run; "
         f"assert run(['sweep', '--draw', {str(source)!r}, '--out', {str(tmp_path)!r}]) == 0; "
