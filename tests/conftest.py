@@ -7,13 +7,13 @@ import gc
 import pytest
 
 LONGEST = [
-    "test_packed",
     "test_parallel",
     "test_mini",
+    "test_packed",
+    "test_setup",
+    "test_experiments",
+    "test_likelihood",
     "test_train",
-    "test_harness_tasks",
-    "test_tasks",
-    "test_prepare",
 ]
 
 
