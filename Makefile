@@ -9,8 +9,12 @@ TOOLS := .venv/tools
 demo: $(PACKAGE)  ## the bundled model answers three questions, then four small models are trained and compared
 	$(BIN)/freda demo
 
-test: lint  ## format check, lint, types, then the tests in two processes of one thread each
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test: $(TOOLS)  ## format check, lint, then types beside the tests, which are two processes of one thread each
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy & types=$$!; \
+	    OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder; \
+	    tests=$$?; wait $$types && exit $$tests
 
 smoke: $(TOOLS)  ## the experiments of experiments/mini end to end, too small to learn anything: 2 to 3 minutes
 	rm -rf runs/smoke
@@ -20,7 +24,7 @@ smoke: $(TOOLS)  ## the experiments of experiments/mini end to end, too small to
 	FREDA=$(abspath $(BIN)/freda) PYTHON=$(abspath $(BIN)/python) LIMIT=4 ASSETS=$(abspath runs/smoke/assets) \
 	    experiments/mini/ship.sh --smoke
 
-lint: $(TOOLS)  ## what CI checks before the tests
+lint: $(TOOLS)  ## format check, lint and types alone
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

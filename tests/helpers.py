@@ -6,21 +6,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 import itertools
 import json
 import multiprocessing
 import os
 import random
+import re
+import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from freda.cli import main
 from freda.data import mini
 from freda.data.config import CorpusConfig, MiniConfig, PrepareConfig, PrepareFile, SourceConfig
 from freda.data.loader import Batch
@@ -72,7 +77,7 @@ TRANSFORMERS_CASES = {
 }
 EASY = MiniConfig(documents=200, validation_documents=10)
 CONTEXT = multiprocessing.get_context("forkserver")  # a server imports torch once, and ranks fork from it
-CONTEXT.set_forkserver_preload(["freda.train.loop", "tests.helpers"])
+CONTEXT.set_forkserver_preload(["freda.train.loop", "torch._dynamo", "tests.helpers"])  # training imports the second
 PATIENCE = 100  # seconds: a rank that waits for another for ever must not hold up the tests
 
 
@@ -258,7 +263,7 @@ def write_stand_in(assets: Path) -> Path:
     return assets / "mini"
 
 
-# -- several processes of one run, without torchrun --------------------------------------------------------------------
+# -- other processes, forked from one that has torch loaded ------------------------------------------------------------
 
 
 def fork(function: Callable[..., None], *arguments: object) -> multiprocessing.process.BaseProcess:
@@ -268,12 +273,97 @@ def fork(function: Callable[..., None], *arguments: object) -> multiprocessing.p
     return process
 
 
+class Said(NamedTuple):
+    """What became of a command."""
+
+    code: int | None
+    out: str
+    errors: str
+
+
+class FredaProcess:
+    """The command line in a process of its own that has torch loaded already; stdout and stderr go to `folder`, or with
+    the rest to the terminal of that name."""
+
+    def __init__(self, *arguments: object, folder: Path, terminal: str = "", **environment: object) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = folder / "stdout", folder / "stderr"
+        places = [terminal] * 3 if terminal else [os.devnull, *map(str, self.files)]
+        given = [str(argument) for argument in arguments]
+        self.process = fork(_freda, given, places, {key: str(value) for key, value in environment.items()})
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> Said:
+        self.process.join(PATIENCE)
+        code = self.process.exitcode
+        self.process.kill()
+        return Said(code, *(path.read_text() if path.exists() else "" for path in self.files))
+
+
+def _freda(arguments: list[str], places: list[str], environment: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= environment
+    for number, (place, name) in enumerate(zip(places, ("stdin", "stdout", "stderr"), strict=True)):
+        os.dup2(os.open(place, os.O_RDWR | os.O_CREAT), number)
+        setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    sys.argv = ["freda", *arguments]
+    main()
+
+
+def freda_on_ranks(*arguments: object, world: int, folder: Path) -> list[Said]:
+    """What becomes of a command on each rank, whose environment is as torchrun makes it."""
+    port = _free_port()
+    ranks = [
+        FredaProcess(*arguments, folder=folder / str(rank), **_rank_environment(rank, world, port))
+        for rank in range(world)
+    ]
+    return [rank.wait() for rank in ranks]
+
+
+def loaded_by(modules: Sequence[str], folder: Path) -> set[str]:
+    """The packages that are there when these modules, and others of freda, have been imported."""
+    child = fork(_import, modules, folder / "loaded")
+    child.join(PATIENCE)
+    return set((folder / "loaded").read_text().split())
+
+
+def _import(modules: Sequence[str], found: Path) -> None:
+    for name in modules:
+        importlib.import_module(name)
+    found.write_text("\n".join({name.partition(".")[0] for name in sys.modules}))
+
+
+def run_interpreted(check: Callable[[], None], folder: Path) -> None:
+    """Call `check`, a function of a module, in a process of its own where kernels run in Triton's interpreter."""
+    child = fork(_interpreted, check, folder / "stderr")
+    child.join(PATIENCE)
+    child.kill()
+    assert child.exitcode == 0, (folder / "stderr").read_text()
+
+
+def _interpreted(check: Callable[[], None], errors: Path) -> None:
+    with _stderr_to(errors):
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is done again
+        for name in [name for name in sys.modules if re.match(r"triton\b(?!\._C)", name)]:
+            del sys.modules[name]
+        import triton.language as tl
+        from triton.runtime import interpreter
+
+        # The language is patched once, not at every call, and int32 is not watched: nothing here is that large.
+        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+        builder = interpreter.interpreter_builder
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        check()
+
+
 def run_ranks(function: Callable[[Ranks, Path], Any], world: int, folder: Path) -> list[Any]:
     """What `function(ranks, folder)` returns on each rank, as JSON carries it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     children = [fork(_rank, function, rank, world, port, folder) for rank in range(world)]
     for child in children:
         child.join(PATIENCE)
@@ -287,11 +377,21 @@ def run_ranks(function: Callable[[Ranks, Path], Any], world: int, folder: Path) 
 
 def _rank(function: Callable[[Ranks, Path], Any], rank: int, world: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= _rank_environment(rank, world, port)
     with _stderr_to(folder / f"stderr-{rank}"), processes() as ranks:
         result = function(ranks, folder)
     (folder / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def _rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {**{key: str(value) for key, value in here.items()}, "MASTER_ADDR": "localhost"}
 
 
 @contextlib.contextmanager

@@ -6,8 +6,6 @@ import io
 import os
 import pty
 import select
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +25,7 @@ from freda.folders.model_folder import LoadedModel
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import method, save_model
+from tests.helpers import FredaProcess, method, save_model
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -227,30 +225,23 @@ def test_from_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert run(["chat", "nowhere"]) == 2 and "there is no model nowhere" in capsys.readouterr().err
 
 
-def test_in_a_terminal(folder: Path) -> None:
+def test_in_a_terminal(folder: Path, tmp_path: Path) -> None:
     """A prompt, drafts in place and the end by Ctrl-D, in a terminal of our own."""
     controller, terminal = pty.openpty()
-    command = [sys.executable, "-m", "freda", "chat", str(folder), "--max-new-tokens", "8", "--pause", "0"]
-    process = subprocess.Popen(
-        [*command, "--device", "cpu"],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(terminal)
+    command = ["chat", folder, "--max-new-tokens", "8", "--pause", "0", "--device", "cpu"]
+    process = FredaProcess(*command, folder=tmp_path, terminal=os.ttyname(terminal), TERM="xterm")
     shown, sent, deadline = b"", 0, time.monotonic() + 60
     while time.monotonic() < deadline:
-        if select.select([controller], [], [], 0.2)[0]:
-            try:
-                shown += os.read(controller, 65536)
-            except OSError:  # how Linux says that the other side is closed
-                break
+        if select.select([controller], [], [], 0.1)[0]:
+            shown += os.read(controller, 65536)
+        elif not process.process.is_alive():
+            break
         if shown.count(b"> ") > sent and sent < 2:
             os.write(controller, (b"one?\n", b"\x04")[sent])
             sent += 1
+    os.close(terminal)
     os.close(controller)
-    assert process.wait(timeout=30) == 0
+    assert process.wait().code == 0
     text = freda.load(folder, device="cpu", max_batch=1).generate("Q: one?\nA:", **SHORT).text  # type: ignore[arg-type]
     assert b"committed" in shown and b"\x1b[" in shown, "drafts, drawn in place"
     assert " ".join(text.split()) in " ".join(shown.decode().split())

@@ -128,7 +128,9 @@ def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_debug_shows_the_trace_and_help_is_fast() -> None:
     command = [sys.executable, "-m", "freda"]
-    failed = subprocess.run([*command, "inspect", "/nowhere", "--debug"], capture_output=True, text=True, check=False)
+    failed = subprocess.run(
+        [*command, "prepare", "/nowhere", "out", "--debug"], capture_output=True, text=True, check=False
+    )
     assert failed.returncode == 2 and "Traceback" in failed.stderr and "freda: error: " in failed.stderr
     loaded = "import sys, freda.cli; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     seen = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout
@@ -143,7 +145,8 @@ def test_debug_shows_the_trace_and_help_is_fast() -> None:
 def test_demo_the_quick_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freda.demo.LONGEST_ANSWER", 16)  # of the bundled model
+    monkeypatch.setattr("freda.demo.LONGEST_ANSWER", 8)  # of the bundled model
+    monkeypatch.setattr("freda.demo.LONGEST_SOLUTION", 8)
     out = tmp_path / "demo"
     for _ in range(2):  # a second demo replaces the first
         assert run(["demo", "--quick", "--out", str(out)]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freda.errors import FredaError
@@ -79,6 +79,7 @@ def test_missing_files(tmp_path: Path) -> None:
     st.integers(1, 10**9),
     st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=30),
 )
+@settings(max_examples=40)
 def test_a_stored_config_reads_back_to_the_same_value(lr: float, steps: int, path: str) -> None:
     values = {"train": {"lr": lr, "steps": steps}, "data": {"path": path}, "model": {"tied": False}}
     config = configs.from_dict(values)

@@ -79,7 +79,7 @@ def corpora(draw: st.DrawFn) -> tuple[str, list[tuple[str, str]]]:
 @given(
     corpus=corpora(), lengths=st.tuples(st.integers(1, 6), st.integers(1, 6)), threshold=st.sampled_from([0, 0.3, 1])
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @pytest.mark.parametrize("piece", [1, 7, 1 << 16])
 def test_agrees_with_the_plain_rule(
     piece: int, corpus: tuple[str, list[tuple[str, str]]], lengths: tuple[int, int], threshold: float

@@ -69,18 +69,6 @@ def test_the_file_list_is_complete() -> None:
             assert f"`{file.name}`" in listed, f"{file.relative_to(ROOT)} is not in the list of docs/architecture.md"
 
 
-def test_the_numbers_of_the_pages_are_those_of_the_results() -> None:
-    module = runpy.run_path(str(ROOT / "docs" / "write_numbers.py"))
-    known, marked = module["blocks"](), []
-    for page in module["PAGES"]:
-        text = page.read_text(encoding="utf-8")
-        marked += [found[2] for found in module["MARKED"].finditer(text)]
-        assert text.count("<!-- numbers: ") == text.count("<!-- end -->") == len(module["MARKED"].findall(text))
-        assert module["filled"](text, known) == text, f"{page.name} is out of date; run: make format"
-    assert sorted(marked) == sorted(set(marked)), "a block stands in one place"
-    assert set(marked) == set(known), "every block has its place"
-
-
 def test_stale_numbers_are_replaced() -> None:
     module = runpy.run_path(str(ROOT / "docs" / "write_numbers.py"))
     page = "7 before\n<!-- numbers: speed -->\nstale\n| 1 |\n<!-- end -->\n8 after\n"

@@ -154,7 +154,7 @@ def test_any_text_has_the_ids_of_the_tokenizer(pair: tuple[Encoder, Tokenizer]) 
         "K",
     ]
 
-    @hypothesis.settings(max_examples=300, deadline=None, database=None)
+    @hypothesis.settings(max_examples=150, deadline=None, database=None)
     @hypothesis.given(some.lists(some.one_of(some.text(), some.sampled_from(fragments))).map("".join))
     def check(text: str) -> None:
         hypothesis.assume(BLANK_TEXT not in text)

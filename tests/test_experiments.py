@@ -15,13 +15,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from freda.data import mini
 from freda.data.config import load_prepare
 from freda.data.mini import settings_in
 from freda.data.shards import Manifest, SplitInfo
@@ -299,8 +301,16 @@ def test_a_model_that_int8_harms_is_not_shipped(shipping: dict[str, Path], capsy
 # -- the tables of the page ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def questions_once() -> Iterator[None]:
+    """The held-out questions of the bundled model, which take seconds to make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mini, "questions", cache(mini.questions))
+        yield
+
+
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def report(monkeypatch: pytest.MonkeyPatch, questions_once: None) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return importlib.import_module("report")
 
@@ -419,3 +429,15 @@ def test_groups_of_other_questions_are_refused(report: ModuleType) -> None:
     content["checksums"]["self-refine/mini_logic"] = "of another suite"
     with pytest.raises(FredaError, match="mini_logic was asked other questions"):
         report.levels_table(Sweep(content))
+
+
+def test_the_numbers_of_the_pages_are_those_of_the_results(questions_once: None) -> None:
+    module = runpy.run_path(str(ROOT / "docs" / "write_numbers.py"))
+    known, marked = module["blocks"](), []
+    for page in module["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        marked += [found[2] for found in module["MARKED"].finditer(text)]
+        assert text.count("<!-- numbers: ") == text.count("<!-- end -->") == len(module["MARKED"].findall(text))
+        assert module["filled"](text, known) == text, f"{page.name} is out of date; run: make format"
+    assert sorted(marked) == sorted(set(marked)), "a block stands in one place"
+    assert set(marked) == set(known), "every block has its place"

@@ -106,7 +106,8 @@ def test_an_unknown_name_is_told_the_known_ones(stand_in: Path) -> None:
 def test_the_demo_begins_with_the_packaged_model(
     stand_in: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freda.demo.LONGEST_ANSWER", 8)
+    for name in ("LONGEST_ANSWER", "LONGEST_SOLUTION"):
+        monkeypatch.setattr(f"freda.demo.{name}", 8)
     assert run(["demo", "--quick", "--out", "demo"]) == 0
     shown = capsys.readouterr()
     before = shown.out[: shown.out.index("held-out problems")]
@@ -145,8 +146,8 @@ def test_the_shipped_model_says_what_the_readme_shows(capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_the_shipped_model_solves_what_it_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few of its questions: the card says 56, 91 and 47%, 12 questions each leave room for chance."""
-    resize(monkeypatch, mini_math=12, mini_code=12, mini_logic=12)  # the first of 2,000, which take long to make
+    """A few of its questions: the card says 56, 91 and 47%, 6 questions each leave room for chance."""
+    resize(monkeypatch, mini_math=6, mini_code=6, mini_logic=6)  # the first of 2,000, which take long to make
     assert run(["eval", "mini", "--out", str(tmp_path / "eval")]) == 0
     found = {
         task: json.loads((tmp_path / "eval" / task / "results.json").read_text(encoding="utf-8"))["accuracy"]

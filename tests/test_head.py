@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 from freda.methods.draft import likeliest, loss_and_hit, predict
 from freda.model import head
 from freda.model.head import Logits, aligned, chunks
-from tests.helpers import BLANK, tiny_model
+from tests.helpers import BLANK, run_interpreted, tiny_model
 
 
 def some_logits(dtype: torch.dtype = torch.float32, *, learn: bool = False) -> Logits:
@@ -109,18 +107,21 @@ def test_the_head_multiplies_with_aligned_rows() -> None:
     assert model.head(hidden).all().shape == (3, BLANK) and model.head(hidden).weight.shape == (29, 32)
 
 
-def test_the_kernel_of_the_loss_equals_its_plain_twin() -> None:
+def check_kernel() -> None:
+    from freda.model.kernels.cross_entropy import loss_and_gradient
+
+    for rows, columns, vocabulary in ((5, 64, 64), (3, 20032, 20001), (7, 100, 77), (2, 8192, 8192)):
+        logits = torch.randn(rows, columns) * 3
+        asked = torch.randint(0, vocabulary, (rows,)), torch.rand(rows), vocabulary
+        expected, found = (
+            head.plain_loss_and_gradient(logits.clone(), *asked),
+            loss_and_gradient(logits.clone(), *asked),
+        )
+        torch.testing.assert_close(found, expected)
+        assert not found[1][:, vocabulary:].any()
+
+
+def test_the_kernel_of_the_loss_equals_its_plain_twin(tmp_path: Path) -> None:
     """In Triton's interpreter, where Triton is installed; on a GPU by tests/test_gpu.py."""
     pytest.importorskip("triton")
-    program = """
-import torch
-from freda.model.head import plain_loss_and_gradient
-from freda.model.kernels.cross_entropy import loss_and_gradient
-for rows, columns, vocabulary in ((5, 64, 64), (3, 20032, 20001), (7, 100, 77), (2, 8192, 8192)):
-    logits = torch.randn(rows, columns) * 3
-    asked = torch.randint(0, vocabulary, (rows,)), torch.rand(rows), vocabulary
-    expected, found = plain_loss_and_gradient(logits.clone(), *asked), loss_and_gradient(logits.clone(), *asked)
-    torch.testing.assert_close(found, expected)
-    assert not found[1][:, vocabulary:].any()
-"""
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+    run_interpreted(check_kernel, tmp_path)

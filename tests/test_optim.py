@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -24,42 +22,37 @@ from freda.train import loop, setup
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import adamw_rates, clip_and_update, learning_rate, make_optimizer, pass_numbers, total_norm
 from freda.train.parallel import Root
-from tests.helpers import method, tiny_model
+from tests.helpers import method, run_interpreted, tiny_model
 
-KERNEL = """
-import torch
-from freda.train import adamw_kernel as adamw
-from freda.train.optim import adamw_rates
 
-for size, scale in ((5, 1.0), (5000, 0.25)):
-    weight = torch.nn.Parameter(torch.randn(size))
-    ours, copy = weight.detach().clone(), torch.empty(size, dtype=torch.float16)
-    moments = torch.zeros(size), torch.zeros(size)
-    plain = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), weight_decay=0.3)
-    for step in (1.0, 2.0, 3.0):
-        gradient = torch.randn(size).half()
-        weight.grad = gradient.float() * scale
+def check_kernel() -> None:
+    from freda.train import adamw_kernel as adamw
+
+    for size, scale in ((5, 1.0), (5000, 0.25)):
+        weight = torch.nn.Parameter(torch.randn(size))
+        ours, copy = weight.detach().clone(), torch.empty(size, dtype=torch.float16)
+        moments = torch.zeros(size), torch.zeros(size)
+        plain = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), weight_decay=0.3)
+        for step in (1.0, 2.0, 3.0):
+            gradient = torch.randn(size).half()
+            weight.grad = gradient.float() * scale
+            plain.step()
+            adamw.update(ours, copy, gradient, moments, adamw_rates(plain.param_groups[0], step, scale))
+        state = plain.state[weight]
+        for one, other in ((ours, weight.detach()), (moments[0], state["exp_avg"]), (moments[1], state["exp_avg_sq"])):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert torch.equal(copy, ours.half())
+        without = weight.detach().clone()  # a weight that has no copy
+        adamw.update(without, None, gradient, moments, adamw_rates(plain.param_groups[0], 4.0, scale))
         plain.step()
-        adamw.update(ours, copy, gradient, moments, adamw_rates(plain.param_groups[0], step, scale))
-    state = plain.state[weight]
-    for one, other in ((ours, weight.detach()), (moments[0], state["exp_avg"]), (moments[1], state["exp_avg_sq"])):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert torch.equal(copy, ours.half())
-    without = weight.detach().clone()  # a weight that has no copy
-    adamw.update(without, None, gradient, moments, adamw_rates(plain.param_groups[0], 4.0, scale))
-    plain.step()
-    torch.testing.assert_close(without, weight.detach(), rtol=1e-5, atol=1e-6)
-print("equal")
-"""
+        torch.testing.assert_close(without, weight.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_the_kernel_is_the_librarys_adamw() -> None:
+def test_the_kernel_is_the_librarys_adamw(tmp_path: Path) -> None:
     """In Triton's interpreter, where Triton is installed; on a GPU below."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "equal", done.stderr
+    run_interpreted(check_kernel, tmp_path)
 
 
 def test_its_rates_are_those_of_the_paper() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -21,7 +18,7 @@ from freda.methods.draft import Prediction, Sampling, predict
 from freda.model.config import ModelConfig
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
-from tests.helpers import method
+from tests.helpers import method, run_interpreted
 
 VOCABULARY, PAGE = 205, 16
 
@@ -301,30 +298,26 @@ SHAPES: list[dict[str, Any]] = [
     {"heads": 7, "kv_heads": 1, "qk_norm": False, "qkv_bias": True},
 ]
 
-PROGRAM = """
-import json, torch
-from tests.test_packed import CASES, SAMPLES, SHAPES, check_picks, compare, compare_fill, compare_samples
-check_picks()
-for sizes in SHAPES:
-    assert compare_fill("cpu", torch.float32, **sizes) < 1e-5
-cases = [(case, {}) for case in range(len(CASES))]
-cases += [(0, {"int8": True})]  # the rest on a GPU
-cases += [(case, {"whole": True}) for case in (3, 4, 5, 9)]
-found = [compare(case, "cpu", torch.float32, **way) for case, way in cases]
-print(json.dumps(found + [compare_samples(kind, "cpu", dtype) for kind, dtype in SAMPLES]))
-"""
+
+def check_interpreted() -> None:
+    check_picks()
+    for sizes in SHAPES:
+        assert compare_fill("cpu", torch.float32, **sizes) < 1e-5
+    cases: list[tuple[int, dict[str, bool]]] = [(case, {}) for case in range(len(CASES))]
+    cases += [(0, {"int8": True})]  # the rest on a GPU
+    cases += [(case, {"whole": True}) for case in (3, 4, 5, 9)]
+    every = [compare(case, "cpu", torch.float32, **way) for case, way in cases]
+    every += [compare_samples(kind, "cpu", dtype) for kind, dtype in SAMPLES]
+    for found in every:
+        assert found.pop("choices") == found.pop("seconds") == 1
+        assert all(value < 1e-5 for value in found.values()), found
 
 
 @pytest.mark.slow
-def test_in_the_interpreter() -> None:
+def test_in_the_interpreter(tmp_path: Path) -> None:
     """In fp32 on a CPU, where Triton is installed: equal but for the order of sums."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for found in json.loads(done.stdout.splitlines()[-1]):
-        assert found.pop("choices") == found.pop("seconds") == 1
-        assert all(error < 1e-5 for error in found.values()), found
+    run_interpreted(check_interpreted, tmp_path)
 
 
 @pytest.mark.gpu

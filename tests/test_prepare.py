@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,7 @@ from freda.data.synthetic import problems_of
 from freda.data.tasks import Outcome, Task
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.errors import FredaError
-from tests.helpers import WORDS, contents, mixture, mixture_file, sentence, texts, write_source
+from tests.helpers import WORDS, contents, freda_on_ranks, mixture, mixture_file, sentence, texts, write_source
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,16 +71,13 @@ def test_the_same_bytes_whatever_the_number_of_processes(root: Path) -> None:
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
-def test_under_torchrun(root: Path) -> None:
+def test_on_two_ranks(root: Path) -> None:
     """The engine for many machines, here with two processes on one."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "freda", "prepare"]
-    command += [str(mixture_file(root, parts=3, tokens=6000)), str(root / "many")]
-    command += ["--data", str(root), "--workers", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("train: ") == 1, "one process speaks"
+    file = mixture_file(root, parts=3, tokens=6000)
+    command = ["prepare", file, root / "many", "--data", root, "--workers", "1"]
+    said = freda_on_ranks(*command, world=2, folder=root / "said")
+    assert [one.code for one in said] == [0, 0], said
+    assert "".join(one.out for one in said).count("train: ") == 1, "one process speaks"
     prepare(mixture(tokens=6000), root / "alone", root=root)
     assert contents(root / "many") == contents(root / "alone")
 

@@ -37,7 +37,7 @@ from tests.helpers import init_weights, method, run_ranks, save_model
 
 # Many small weights, so that holding one whole is far from holding all; biases; a head of its own.
 SHAPE = ModelConfig(
-    dim=32, layers=8, heads=2, kv_heads=1, head_dim=16, ffn_dim=96, qk_norm=False, qkv_bias=True, tied=False
+    dim=32, layers=6, heads=2, kv_heads=1, head_dim=16, ffn_dim=96, qk_norm=False, qkv_bias=True, tied=False
 )
 FOLDERS = ("half", "several", "int8", "int8-several")  # as a model may be stored
 CASES = ("seed", *FOLDERS, "new-scorer", "resumed")
@@ -75,6 +75,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.most = 0
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._size = 0  # of those seen, some of which may be gone
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -82,9 +83,12 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 storage = (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage()
                 if storage.device.type != "meta":
+                    self._size += storage.nbytes() - self._seen.get(storage._cdata, (None, 0))[1]
                     self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._seen = {key: (ref, size) for key, (ref, size) in self._seen.items() if not ref.expired()}
-        self.most = max(self.most, sum(size for _, size in self._seen.values()))
+        if self._size > self.most:
+            self._seen = {key: (ref, size) for key, (ref, size) in self._seen.items() if not ref.expired()}
+            self._size = sum(size for _, size in self._seen.values())
+            self.most = max(self.most, self._size)
         return out
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,7 @@ from freda.model.attention import Pair, attend, clean_tokens, concat, draft_toke
 from freda.model.attention import dense as dense_mask
 from freda.model.parts import Parts
 from freda.model.staircase import Staircase, fits
-from tests.helpers import method, packed_batch, tiny_model
+from tests.helpers import method, packed_batch, run_interpreted, tiny_model
 
 
 def tensors(length: int, *, heads: int = 4, kv_heads: int = 2, width: int = 64, dtype: torch.dtype) -> list[Tensor]:
@@ -150,30 +148,25 @@ def test_backends_by_device() -> None:
     assert pick_backend("flex", torch.device("cuda")) == "flex"
 
 
-INTERPRETED = """
-import torch
-from freda.model import staircase
-from freda.model.kernels import staircase as kernels
-from tests.test_staircase import causal_part, tensors
+def check_interpreted() -> None:
+    from freda.model.kernels import staircase as kernels
 
-torch.use_deterministic_algorithms(True)  # memory that nobody writes to is NaN
-cases = ((36, 4), (64, 8), (48, 16), (32, 32), (70, 2))
-for (length, block), dtype in [(case, torch.float32) for case in cases] + [((36, 4), torch.float16)]:
-    for draft in (False, True):
-        heads = {} if length == 36 else {"heads": 2, "kv_heads": 1}
-        parts = (part.detach() for part in tensors(length, **heads, dtype=dtype))
-        q, keys, values, own_keys, own_values, upstream = parts
-        clean, own = (keys, values), (own_keys, own_values) if draft else None
-        wanted = staircase._plain(q, clean, own, block)
-        causal, back = causal_part(upstream, q, clean, block if draft else 0, wanted)
-        found = kernels.merge(q, clean, own, causal, block)
-        gradients = kernels.gradients(upstream, q, clean, own, wanted, back, block)
-        plain = staircase._plain_gradients(upstream, q, clean, own, wanted, block)
-        error = 1e-4 if dtype == torch.float32 else 5e-3
-        for one, other in zip([*found, *gradients], [*wanted, *plain], strict=True):
-            torch.testing.assert_close(one.float(), other.float(), rtol=1e-4, atol=error)
-print("equal")
-"""
+    torch.use_deterministic_algorithms(True)  # memory that nobody writes to is NaN
+    cases = ((36, 4), (64, 8), (48, 16), (32, 32), (70, 2))
+    for (length, block), dtype in [(case, torch.float32) for case in cases] + [((36, 4), torch.float16)]:
+        for draft in (False, True):
+            heads = {} if length == 36 else {"heads": 2, "kv_heads": 1}
+            parts = (part.detach() for part in tensors(length, **heads, dtype=dtype))
+            q, keys, values, own_keys, own_values, upstream = parts
+            clean, own = (keys, values), (own_keys, own_values) if draft else None
+            wanted = staircase._plain(q, clean, own, block)
+            causal, back = causal_part(upstream, q, clean, block if draft else 0, wanted)
+            found = kernels.merge(q, clean, own, causal, block)
+            gradients = kernels.gradients(upstream, q, clean, own, wanted, back, block)
+            plain = staircase._plain_gradients(upstream, q, clean, own, wanted, block)
+            error = 1e-4 if dtype == torch.float32 else 5e-3
+            for one, other in zip([*found, *gradients], [*wanted, *plain], strict=True):
+                torch.testing.assert_close(one.float(), other.float(), rtol=1e-4, atol=error)
 
 
 def causal_part(upstream: Tensor, q: Tensor, clean: Pair, shift: int, whole: Pair) -> tuple[Pair, list[Tensor]]:
@@ -186,12 +179,10 @@ def causal_part(upstream: Tensor, q: Tensor, clean: Pair, shift: int, whole: Pai
 
 
 @pytest.mark.slow
-def test_the_kernels_equal_their_plain_twins() -> None:
+def test_the_kernels_equal_their_plain_twins(tmp_path: Path) -> None:
     """In Triton's interpreter, where Triton is installed; on a GPU below."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "equal", done.stderr
+    run_interpreted(check_interpreted, tmp_path)
 
 
 @pytest.mark.gpu

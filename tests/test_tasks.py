@@ -25,7 +25,7 @@ from freda.eval.tasks import TASKS, mathematics
 from freda.eval.tasks.multiple_choice import CHOICES, GPQA_COLUMNS
 from freda.eval.tasks.task import Example, Graded, checksum, json_rows, one_by_one
 from freda.folders.model_folder import LoadedModel
-from tests.benchmarks import resize
+from tests.benchmarks import in_this_process, resize
 from tests.graders import die_of_seven, hang_on_seven
 from tests.helpers import answering_model, problems, save_model
 
@@ -197,7 +197,8 @@ def test_a_grader_that_hangs_is_given_up(data: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_harness_checks_itself(data: Path, name: str) -> None:
+def test_the_harness_checks_itself(data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
     found = self_check(TASKS[name], data)
     assert (found.references, found.wrong, found.failures) == (found.n, 0, [])
     assert found.passed or name == "mmlu", "four guesses say little"
@@ -395,7 +396,14 @@ def test_answers_that_are_no_token_cannot_be_chosen(data: Path, model: LoadedMod
         evaluate(Model(model._replace(tokenizer=other)), task, task.examples(data), tmp_path / "out", settings=SHORT)
 
 
-def test_the_command(data: Path, model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    data: Path,
+    model: LoadedModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_this_process(monkeypatch)
     save_model(tmp_path / "model", model)
     place = ["--data", str(data), "--task", "mmlu"]
     assert run(["eval", str(tmp_path / "model"), *place, "--out", str(tmp_path / "out"), "--limit", "3"]) == 0

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -28,7 +26,7 @@ from freda.train import checkpoint, loop
 from freda.train import config as configs
 from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
-from tests.helpers import method
+from tests.helpers import FredaProcess, method
 
 
 def config(shards: Path, name: str = "self-refine", **train: object) -> RunConfig:
@@ -395,14 +393,13 @@ def test_a_signal_saves_and_leaves_with_a_clear_word(
 ) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     file.write_text(configs.dump(config(shards, steps=100_000)))
-    command = [sys.executable, "-m", "freda", "train", str(file), "--out", str(folder)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = FredaProcess("train", file, "--out", folder, folder=tmp_path / "said")
     deadline = time.monotonic() + 60
     while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(number)
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
+    process.signal(number)
+    said, out, errors = process.wait()
+    assert said == code, errors
     assert f"{number.name} after step" in errors and "saved and stopped" in errors
     assert f"resume with: freda train --resume {folder}" in errors
     step = int(out.strip().rsplit("-", 1)[1])
