@@ -171,7 +171,7 @@ def test_no_graph_is_made_while_the_clock_runs(method: str, long: int, monkeypat
     monkeypatch.setattr(places, "LONG", long)
     made, warm, build, warm_up = [], [], places.pass_of, decode._warm_up
     use_ahead(monkeypatch)
-    monkeypatch.setattr(places, "pass_of", lambda *given, **how: (made.append(given[-1]), build(*given, **how))[1])
+    monkeypatch.setattr(places, "pass_of", lambda *given: (made.append(given[2]), build(*given))[1])
     monkeypatch.setattr(decode, "_warm_up", lambda *given: (warm_up(*given), warm.append(len(made))))
     case = decode.Case(batch=7, context=9, new_tokens=30, passes=3, threshold=0.3, method=method)
     model = scored(method)._replace(tokenizer=decode.NoText())

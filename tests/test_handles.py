@@ -221,7 +221,7 @@ def test_ten_thousand_random_submits_and_cancels_leave_all_pages_free(backend: A
     engine = Engine(scored(), EngineConfig(max_batch=6, page_size=8, pages=40, queue=20), backend)
     rng = random.Random(0)
 
-    def pass_of(parts: object, backend: object, method: object, held: Any, kind: Any, **options: Any) -> Any:
+    def pass_of(decoder: object, held: Any, kind: Any, pieces: object) -> Any:
         """Passes that close blocks by chance; some are damaged."""
         rows, numbers = kind[0].rows, 5 + 3 * 4 + 2 + 1 + 4
 

@@ -260,19 +260,26 @@ def _around(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any], Cal
     return first, second, third
 
 
-def pass_of(
-    parts: Parts,
-    backend: ForwardBackend,
-    method: Method,
-    held: Held,
-    kind: tuple[ForwardShape, Limits, bool],
-    *,
-    pieces: Pieces | None = None,
-    compiled: bool = False,
-) -> Callable[[], Tensor]:
-    """The pass over all rows of `held`, with a forward of this shape for requests within these limits, over long texts
-    or not, and over pieces of prompts: a function that returns its report."""
-    shape, limits, long = kind
+class Decoder(NamedTuple):
+    """What makes passes: a model, who runs its forwards, a method, and whether what is around them is compiled."""
+
+    parts: Parts
+    backend: ForwardBackend
+    method: Method
+    compiled: bool
+
+
+class Kind(NamedTuple):
+    """What passes of one kind have in common."""
+
+    shape: ForwardShape
+    limits: Limits  # of the requests
+    long: bool  # some of few texts are long
+
+
+def pass_of(decoder: Decoder, held: Held, kind: Kind, pieces: Pieces | None = None) -> Callable[[], Tensor]:
+    """A pass over all rows of `held`, in which pieces of prompts ride along: a function that returns its report."""
+    (parts, backend, method, compiled), (shape, limits, long) = decoder, kind
     before, choose, after = _around(compiled)
     buffers, blank_id = backend.buffers(shape, long), parts.backbone.blank_id
     place = torch.arange(shape.block, device=parts.device)

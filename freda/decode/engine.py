@@ -220,12 +220,12 @@ class Engine:
         following = next(numbered, None)
         try:
             while following or handles:
-                while following and len(handles) < 2 * self.config.max_batch:
-                    handle = self._offer(following[1], ended)
-                    if handle is None:
-                        break
+                full = len(handles) >= 2 * self.config.max_batch
+                handle = None if following is None or full else self._offer(following[1], ended)
+                if following and handle:
                     handles[handle.number] = (following[0], handle)
                     following = next(numbered, None)
+                    continue
                 if not ended:
                     self.step(lambda: bool(ended))
                 while ended:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 import struct
 import time
@@ -28,8 +29,10 @@ from freda.decode.config import DecodeConfig
 from freda.decode.device import (
     FLOATS,
     WHOLE,
+    Decoder,
     ForwardBackend,
     Held,
+    Kind,
     Report,
     captured,
     changing,
@@ -41,6 +44,7 @@ from freda.decode.device import (
 from freda.decode.pages import PIECE_TILE, ForwardShape, Pieces
 from freda.decode.request import Pass
 from freda.decode.request import Sequence as Text
+from freda.decode.staging import Staging
 from freda.methods.method import Method
 from freda.methods.state import Limits
 from freda.model.parts import Parts
@@ -99,7 +103,7 @@ class Places:
         self._held = new_held(self.count + 1, self.table_pages, parts, self.block, stop_ids)
         self.ahead = backend.graphs  # are reports read after the next pass has started?
         self._pool = torch.cuda.graph_pool_handle() if self.ahead and parts.device.type == "cuda" else None
-        self._compiled = compiled and self._pool is not None
+        self._decoder = Decoder(parts, backend, method, compiled and self._pool is not None)
         self._runs: dict[Any, Callable[[], Tensor | None]] = {}
         self._staging = Staging(parts.device, fixed=self.ahead)
         self._free = list(range(self.count))
@@ -164,12 +168,11 @@ class Places:
 
     def start(self, most: int, *, passes: bool = True) -> tuple[list[Text], bool]:
         """Bring up to `most` tokens of prompts into the pages, write the rows of those that enter or leave, and start a
-        pass, unless all have ended by now. Beside running requests prompts come in pieces about as large as their pass.
+        pass, unless all have ended by now. Beside running requests prompts come in pieces.
 
         Returns the requests whose prompts were brought in, and whether a pass was started.
         """
-        live = int(self._live.sum())
-        taken = self._pieces(most if not passes or not live else min(most, max(RIDES[1], 2 * live * self.block)))
+        taken = self._pieces(min(most, self._room()) if passes and self._live.any() else most)
         self._enter()
         total, started = sum(end - begin for _, begin, end in taken), passes and self._worthwhile()
         rides = started and total <= RIDES[-1]  # short prompts, in one forward with the blocks
@@ -180,6 +183,12 @@ class Places:
         if started:
             self._start_pass(pieces if rides else None)
         return [text for text, _, _ in taken], started
+
+    def _room(self) -> int:
+        """Tokens of prompts beside running requests: a quarter of what waits, for few no more than delays a pass by
+        about its own time, for many as much as rides along."""
+        waits = sum(len(text.clean) - text.stored for text in self.filling)
+        return min(RIDES[-1], max(RIDES[1], waits // 4))
 
     def _filled(self, total: int) -> int:
         """The tokens of a forward over prompts alone."""
@@ -263,13 +272,14 @@ class Places:
         rides = [size for size in RIDES if size <= most]
         for size in sorted({self._filled(size) for size in range(1, most + 1)}, reverse=True):
             self._fill_of(self._staged([], size))
-        for blocks in (1 + drafts for drafts in ({1, limits.width} if self.slots else {0})):
-            for rows in sorted({self._bucket(top, blocks) for top in range(1, self.count + 1)}):
-                for prompts in (0, *rides):
-                    pieces = self._staged([], prompts) if prompts else None
-                    for packed in {self._packed(rows, blocks, size, prompts) for size in range(1, rows * blocks + 1)}:
-                        for long in {False, rows <= FEW_ROWS and not prompts}:
-                            self._pass_of((ForwardShape(rows, block, blocks, packed, prompts), limits, long), pieces)
+        drafts = {1, limits.width} if self.slots else {0}
+        tops = range(1, self.count + 1)
+        forms = {(self._bucket(top, 1 + count), 1 + count) for count in drafts for top in tops}
+        for (rows, blocks), prompts in itertools.product(sorted(forms), (0, *rides)):
+            pieces = self._staged([], prompts) if prompts else None
+            sizes = {self._packed(rows, blocks, size, prompts) for size in range(1, rows * blocks + 1)}
+            for packed, long in itertools.product(sorted(sizes), {False, rows <= FEW_ROWS and not prompts}):
+                self._pass_of(Kind(ForwardShape(rows, block, blocks, packed, prompts), limits, long), pieces)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -287,7 +297,7 @@ class Places:
             and not shape.prompts
             and any(text is not None and len(text.clean) > LONG for text in self.texts)
         )
-        report = self._pass_of((shape, limits, long), pieces)()
+        report = self._pass_of(Kind(shape, limits, long), pieces)()
         assert report is not None
         arrived = self._staging.fetched(report[:top])
         block, candidates = self.block, max(1, shape.blocks - 1)
@@ -295,13 +305,12 @@ class Places:
         self._flying[:] = self._live
         self.passes += 1
 
-    def _pass_of(self, kind: tuple[ForwardShape, Limits, bool], pieces: Pieces | None) -> Callable[[], Tensor | None]:
+    def _pass_of(self, kind: Kind, pieces: Pieces | None) -> Callable[[], Tensor | None]:
         """What makes a pass of this kind, with pieces of prompts that ride along."""
 
         def made() -> Runs:
-            held = self._rows(kind[0].rows, kind[1])
-            of = (self.parts, self.backend, self.method, held, kind)
-            return pass_of(*of, pieces=pieces, compiled=self._compiled), changing(held)
+            held = self._rows(kind.shape.rows, kind.limits)
+            return pass_of(self._decoder, held, kind, pieces), changing(held)
 
         return self._run_of(kind, made)
 
@@ -391,53 +400,3 @@ class Places:
         about = (bool(report.closed[row]), report.candidates[row, :count].tolist(), report.scores[row, :count].tolist())
         number = len(text.clean) // self.block
         return Pass(text.index, number, int(report.passes[row]), *cells, *about, int(report.winner[row, 0]))
-
-
-class Staging:
-    """Memory from which small things are copied to the device and back without waiting; `fixed`: always to the same
-    memory of the device for the same shape, where graphs look for them."""
-
-    def __init__(self, device: torch.device, *, fixed: bool) -> None:
-        self._device, self._fixed = device, fixed
-        self._there: dict[Any, Tensor] = {}
-        self._free: dict[Any, deque[tuple[Tensor, Any]]] = {}
-
-    def given(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the host to write to, which nothing is being copied from."""
-        ring = self._free.setdefault((shape, dtype), deque())
-        if self._device.type != "cuda" or len(ring) < 4:
-            return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
-        memory, copied = ring.popleft()
-        copied.synchronize()
-        return memory
-
-    def _copied(self, memory: Tensor) -> Any:
-        """Remember memory of the host as used until what was started has ended; returns how to wait for that."""
-        if self._device.type != "cuda":
-            return None
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        self._free.setdefault((tuple(memory.shape), memory.dtype), deque()).append((memory, copied))
-        return copied
-
-    def sent(self, memory: Tensor) -> Tensor:
-        """The contents of what `given` gave, on the device."""
-        key = (tuple(memory.shape), memory.dtype)
-        if key not in self._there or not self._fixed:
-            self._there[key] = torch.empty(memory.shape, dtype=memory.dtype, device=self._device)
-        self._there[key].copy_(memory, non_blocking=True)
-        self._copied(memory)
-        return self._there[key]
-
-    def fetched(self, there: Tensor) -> Callable[[], Any]:
-        """Start copying to the host; the function that is returned waits for it, and gives an array."""
-        memory = self.given(tuple(there.shape), there.dtype)
-        memory.copy_(there, non_blocking=True)
-        copied = self._copied(memory)
-
-        def read() -> Any:
-            if copied is not None:
-                copied.synchronize()
-            return memory.numpy()
-
-        return read

@@ -23,6 +23,7 @@ from torch import Tensor
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.pages import BlockTable, ForwardShape
 
+STAGES = 3  # chunks of a text under way, where a program has the whole text
 MANY = 64  # requests times heads of keys, from which on there is a program for each, and texts are not cut into parts
 
 
@@ -128,7 +129,7 @@ def attend(
     if cut.splits:
         _attend_parts[(teams, 1 + cut.splits)](*given, *scratch[3:], *sizes, SPLITS=cut.splits, **constants)
     else:
-        _attend_whole[(teams,)](*given, *sizes, STAGES=3, **constants)
+        _attend_whole[(teams,)](*given, *sizes, STAGES=STAGES, **constants)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
