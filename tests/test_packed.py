@@ -80,8 +80,9 @@ class Twin(PlainModel):
     def __init__(self, model: Transformer, pages: Pages) -> None:
         super().__init__(Parts(model), method("best-of-n"), pages)
 
-    def buffers(self, shape: ForwardShape, long: bool) -> dict[str, Any]:
-        return {"tokens": shape.tokens}
+    def buffers(self, shape: ForwardShape, long: bool) -> list[Any]:
+        self.tokens = shape.tokens
+        return []
 
     @torch.no_grad()
     def run(self, *given: Any) -> None:
@@ -91,14 +92,13 @@ class Twin(PlainModel):
     def fill(self, *given: Any) -> None:
         super().fill(*given)
 
-    def hidden(self, buffers: dict[str, Any]) -> Tensor:
-        found = self._packed(buffers["ran"].out.hidden, buffers["ran"])
-        return torch.nn.functional.pad(found, (0, 0, 0, buffers["tokens"] - len(found)))
+    def hidden(self, buffers: list[Any]) -> Tensor:
+        return self._packed([ran.out.hidden for ran in buffers], buffers, torch.arange(self.tokens))
 
-    def logits(self, tokens: Tensor, buffers: dict[str, Any]) -> Tensor:
+    def logits(self, tokens: Tensor, buffers: list[Any]) -> Tensor:
         return self.model.logits(self.hidden(buffers)[tokens])
 
-    def predict(self, tokens: Tensor, buffers: dict[str, Any], *sampled: Any) -> Prediction:
+    def predict(self, tokens: Tensor, buffers: list[Any], *sampled: Any) -> Prediction:
         return predict(self.logits(tokens, buffers), *sampled, runner_up=True)
 
 

@@ -47,7 +47,7 @@ class DecodeConfig:
 class EngineConfig:
     """The size of an engine."""
 
-    max_batch: int = knob(16, "requests that run side by side")
+    max_batch: int = knob(64, "requests that run side by side")
     max_length: int = knob(0, "most tokens of a prompt with its answer; 0: as many positions as the model has")
     page_size: int = knob(16, "tokens of a page; the engine takes the least common multiple with the block size")
     pages: int = knob(0, "pages of the cache; 0: enough for max_batch of the longest sequences, as memory allows")

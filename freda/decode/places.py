@@ -197,7 +197,8 @@ class Places:
     def _pieces(self, most: int) -> list[tuple[Text, int, int]]:
         """Which tokens of which prompts come next; in whole blocks, first come, first served."""
         taken, room = list[tuple[Text, int, int]](), max(most, self.block)
-        while self.filling and room >= self.block and len(taken) < MOST_PIECES:
+        most_pieces = MOST_PIECES if self.ahead else self.count
+        while self.filling and room >= self.block and len(taken) < most_pieces:
             text = self.filling[0]
             last = len(text.clean) - self.method.layout.held
             end = min(last, text.stored + room // self.block * self.block)
@@ -332,11 +333,11 @@ class Places:
         drafts = np.where(fresh, 1, self._width if limits.width > 1 else 1)[live]
         several = self.slots > 0 and bool((drafts > 1).any())
         blocks = 1 + (limits.width if several else 1) if self.slots else 1
-        if not self.ahead:
-            return ForwardShape(top, self.block, blocks, top * blocks, prompts)
         commits = (live & ~flying & self._pending).sum() + (closes & (self._left > self.block)).sum()
         commits += math.ceil(self._early * may + 2 * (self._early * (1 - self._early) * may) ** 0.5)
         needed = int(commits) + (int(drafts.sum()) if self.slots else 0)
+        if not self.ahead:  # nothing is under way, and nothing a guess
+            return ForwardShape(top, self.block, blocks, needed, prompts)
         rows = self._bucket(top, blocks)
         packed = self._packed(rows, blocks, rows * blocks if self._stalled else needed, prompts)
         return ForwardShape(rows, self.block, blocks, packed, prompts)

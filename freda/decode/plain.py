@@ -5,9 +5,11 @@ The plain twin of `packed.PackedModel`: the same interface, over keys and values
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from freda.decode.pages import BlockTable, ForwardShape, PagedCache, Pages, Pieces
@@ -26,7 +28,7 @@ class Ran(NamedTuple):
     tokens: Tokens  # (R, T) each
     keys: Tokens  # (R, K) each: of what is stored, and of the tokens
     past: list[KeysValues]
-    packed: Tensor  # (R, T): which packed token each is
+    places: Tensor  # (R, T): which packed token each is
     committed: int  # tokens of each row that belong to the block to commit
 
 
@@ -38,9 +40,9 @@ class PlainModel:
     def __init__(self, parts: Parts, method: Method, pages: Pages) -> None:
         self.parts, self.model, self.method, self.pages = parts, parts.backbone, method, pages
 
-    def buffers(self, shape: ForwardShape, long: bool) -> dict[str, Ran]:
-        """Where the last forward is kept."""
-        return {}
+    def buffers(self, shape: ForwardShape, long: bool) -> list[Ran]:
+        """Where the last forward is kept, in one part or two."""
+        return []
 
     def run(
         self,
@@ -48,24 +50,33 @@ class PlainModel:
         where: Tensor,
         texts: BlockTable,
         shape: ForwardShape,
-        buffers: dict[str, Ran],
+        buffers: list[Ran],
         pieces: Pieces | None = None,
     ) -> None:
         """All layers over blocks of tokens `given` as (ids, α), each (P · B,), and over pieces of prompts; prompts and
         blocks to commit go into the pages."""
         if pieces is not None:
             self.fill(pieces, shape, buffers)
-        block, device = shape.block, where.device
-        commits = ((where[:, :1] >= 0) & (texts.pending > 0)[:, None]).expand(-1, block)  # (R, B)
-        first = 0 if shape.blocks == 1 or bool(commits.any()) else 1  # a block to commit has no place if there is none
-        where, place = where[:, first:], torch.arange(block, device=device)
+        commits = (where[:, :1] >= 0) & (texts.pending > 0)[:, None]
+        where = torch.where(torch.cat([commits, where[:, 1:] >= 0], dim=1), where, -1)
+        buffers.clear()
+        for rows in _groups((where >= 0).sum(-1)):
+            some = BlockTable(*(part[rows] for part in texts))
+            buffers.append(self._ran(given, where[rows], some, shape.block))
+
+    def _ran(self, given: tuple[Tensor, Tensor], where: Tensor, texts: BlockTable, block: int) -> Ran:
+        """A forward over some rows, side by side."""
+        device = where.device
+        kept = (where >= 0).any(0)  # numbers of blocks that some have
+        where, place = where[:, kept], torch.arange(block, device=device)
+        numbers = torch.arange(len(kept), device=device)[kept]
         index = (where.clamp_min(0).long()[..., None] * block + place).flatten(1)  # (R, T)
-        number = torch.arange(first, shape.blocks, device=device).repeat_interleave(block).expand_as(index)
+        number = numbers.repeat_interleave(block).expand_as(index)
         further = torch.where(number > 0, texts.pending[:, None], 0)
-        position = texts.stored[:, None] + further + place.repeat(where.shape[1])
-        here = torch.where(number > 0, (where >= 0).repeat_interleave(block, dim=1), commits.repeat(1, where.shape[1]))
-        document, committed = torch.where(here, 0, -1), block * (1 - first)
-        text, draft = (slice(0, committed), slice(committed, None))
+        position = texts.stored[:, None] + further + place.repeat(len(numbers))
+        here = (where >= 0).repeat_interleave(block, dim=1)
+        document, committed = torch.where(here, 0, -1), block * int(kept[0])
+        text, draft = slice(0, committed), slice(committed, None)
         tokens = concat(
             clean_tokens(document[:, text], position[:, text], block),
             draft_tokens(document[:, draft], position[:, draft], block, number[:, draft]),
@@ -76,34 +87,30 @@ class PlainModel:
         drafted = self.method.embed(self.model, ids[:, draft], alpha[:, draft])
         x = torch.cat([self.model.embed_tokens(ids[:, text]), drafted], dim=1)
         out: Forward = self.model(x, position, make_mask(tokens, keys, self.model.backend), past)
-        buffers["ran"] = Ran(out, position, tokens, keys, past, index, committed)
-        cache.write(out.new, position[:, text], commits[:, text])
+        cache.write(out.new, position[:, text], here[:, text])
+        return Ran(out, position, tokens, keys, past, index, committed)
 
-    def _packed(self, hidden: Tensor, ran: Ran) -> Tensor:
-        """Hidden states of a forward's rows, (R, T, D), by packed token."""
-        index = ran.packed[:, -hidden.shape[1] :]
-        packed = hidden.new_zeros(int(ran.packed.max()) + 1, hidden.shape[-1])
-        here = ran.tokens.document[:, -hidden.shape[1] :] >= 0
-        packed[index[here]] = hidden[here]
-        return packed
-
-    def soft(self, tokens: Tensor, buffers: dict[str, Ran]) -> Tensor:
+    def soft(self, tokens: Tensor, buffers: list[Ran]) -> Tensor:
         """What the scorer sees of `tokens`, which number those of the last forward."""
-        ran, scorer = buffers["ran"], self.parts.scorer
+        return self._packed(map(self._seen_by_scorer, buffers), buffers, tokens)
+
+    def _seen_by_scorer(self, ran: Ran) -> Tensor:
+        """Of the tokens of a forward, (R, T, D); zeros for blocks to commit, if the scorer has a layer of its own."""
+        begin, scorer = ran.committed, self.parts.scorer
         if scorer is None or scorer.last_layer is None:
-            return self._packed(ran.out.hidden, ran)[tokens]
-        begin = ran.committed
+            return ran.out.hidden
         drafts = Tokens(*(part[:, begin:] for part in ran.tokens))
         mask = make_mask(drafts, ran.keys, self.model.backend)
         new = KeysValues(*(part[:, :, :begin] for part in ran.out.new[-1]))
         seen = KeysValues(*(torch.cat(pair, dim=2) for pair in zip(ran.past[-1], new, strict=True)))
         out = ran.out._replace(hidden=ran.out.hidden[:, begin:], beneath=ran.out.beneath[:, begin:])
-        return self._packed(scorer.soft_channel(self.model, out, ran.position[:, begin:], mask, seen), ran)[tokens]
+        found = scorer.soft_channel(self.model, out, ran.position[:, begin:], mask, seen)
+        return F.pad(found, (0, 0, begin, 0))
 
     def predict(
         self,
         tokens: Tensor,
-        buffers: dict[str, Ran],
+        buffers: list[Ran],
         sampling: Sampling | None = None,
         position: Tensor | None = None,
     ) -> Prediction:
@@ -111,12 +118,20 @@ class PlainModel:
         assert position is not None
         return self.method.predict(self.logits(tokens, buffers), sampling, position)
 
-    def logits(self, tokens: Tensor, buffers: dict[str, Ran]) -> Tensor:
+    def logits(self, tokens: Tensor, buffers: list[Ran]) -> Tensor:
         """All logits of `tokens` (N, B), in fp32."""
-        ran = buffers["ran"]
-        return self.model.logits(self._packed(ran.out.hidden, ran)[tokens])
+        return self.model.logits(self._packed((ran.out.hidden for ran in buffers), buffers, tokens))
 
-    def fill(self, pieces: Pieces, shape: ForwardShape, buffers: dict[str, Ran]) -> None:
+    def _packed(self, hidden: Iterable[Tensor], ran: Sequence[Ran], tokens: Tensor) -> Tensor:
+        """What belongs to the rows of forwards, (R, T, D) each, by packed token, of `tokens`; of padding, anything."""
+        weight = self.model.embed_tokens.weight
+        packed = weight.new_zeros(int(max([tokens.max(), *(one.places.max() for one in ran)])) + 1, weight.shape[1])
+        for values, one in zip(hidden, ran, strict=True):
+            here = one.tokens.document >= 0
+            packed[one.places[here]] = values[here].to(packed)
+        return packed[tokens]
+
+    def fill(self, pieces: Pieces, shape: ForwardShape, buffers: list[Ran]) -> None:
         """Keys and values of pieces of prompts into the pages, all pieces side by side."""
         real, table = pieces.position >= 0, pieces.table
         rows, piece = torch.unique(pieces.row[real], return_inverse=True)
@@ -132,3 +147,15 @@ class PlainModel:
         tokens = clean_tokens(torch.where(there, 0, -1), position, shape.block)
         mask = make_mask(tokens, concat(cache.tokens(shape.block), tokens), self.model.backend)
         cache.write(self.model(self.model.embed_tokens(ids), position, mask, cache.past()).new, position, there)
+
+
+def _groups(counts: Tensor) -> list[Tensor]:
+    """Rows with so many blocks each (R,), those without any left out: all side by side, or few and many apart, if that
+    saves a quarter of the tokens."""
+    rows = torch.argsort(counts)[int((counts == 0).sum()) :]
+    if len(rows) == 0:
+        return []
+    sizes, first = counts[rows], torch.arange(len(rows), device=rows.device)
+    tokens = first * sizes[(first - 1).clamp_min(0)] + (len(rows) - first) * sizes[-1]  # if the second begins here
+    cut = int(tokens.argmin())
+    return [rows] if 4 * tokens[cut] > 3 * tokens[0] else [rows[:cut], rows[cut:]]
