@@ -144,7 +144,7 @@ def test_prompts_come_in_pieces_beside_running_requests(monkeypatch: pytest.Monk
         order.append([end - begin for _, begin, end in taken])
         return staged(self, taken, size)
 
-    monkeypatch.setattr(places, "RIDES", (8, 16, 16))
+    monkeypatch.setattr(places, "RIDES", (8, 16))
     monkeypatch.setattr(Places, "_staged", pieces)
     monkeypatch.setattr(Places, "_start_pass", lambda self, *given: (order.append("pass"), start(self, *given))[1])
     model = scored()

@@ -52,7 +52,7 @@ from freda.model.parts import Parts
 FEW_TOKENS = 64  # of a forward that waits for the weights, whose time does not depend on how many they are
 FEW_ROWS, LONG = 8, 1024  # so few requests have another form of attention for texts of so many tokens
 MOST_PIECES, LEAST_FILL = 64, 128  # prompts in one forward; tokens, of which some may be padding
-RIDES = (128, 256, 512, 1024)  # tokens of prompts that ride along with blocks
+RIDES = (128, 256, 384, 512, 768, 1024)  # tokens of prompts that ride along with blocks
 RECORDS = 16  # rows that are written together
 
 
@@ -185,10 +185,11 @@ class Places:
         return [text for text, _, _ in taken], started
 
     def _room(self) -> int:
-        """Tokens of prompts beside running requests: a quarter of what waits, for few no more than delays a pass by
-        about its own time, for many as much as rides along."""
+        """Tokens of prompts beside running requests: a quarter of what waits, so that few do not delay a pass for long
+        and many are soon there; beyond what costs next to nothing, as many as fill a forward that there is."""
         waits = sum(len(text.clean) - text.stored for text in self.filling)
-        return min(RIDES[-1], max(RIDES[1], waits // 4))
+        most = min(RIDES[-1], max(RIDES[1], waits // 4))
+        return max(size for size in RIDES if size <= max(RIDES[1], min(most, waits)))
 
     def _filled(self, total: int) -> int:
         """The tokens of a forward over prompts alone."""
