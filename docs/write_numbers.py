@@ -91,6 +91,19 @@ def training_compare() -> str:
 # -- decoding on one H200 --------------------------------------------------------------------------------------------
 
 
+def decoding_traffic() -> str:
+    """Requests of many lengths, at once or by and by, beside equal ones of the same run."""
+    rows = []
+    for run in read("bench-traffic-h200.json")["runs"]:
+        for row in run["traffic"]:
+            share = f"{row['share_of_equal']:.1%}" if "share_of_equal" in row else ""
+            times = [f"{row[key][part]:,.1f}" for key in ("first_block_ms", "between_blocks_ms") for part in row[key]]
+            cells = [f"{row['tokens_per_s']:,.0f}", share, *times, f"{row['host_ms_per_pass']:.2f}"]
+            rows.append([run["model"].replace("q", "Q"), row["what"].removeprefix(KERNELS), *cells])
+    header = ("shape", "requests", "tokens/s", "of equal", "first block, ms", "99%", "between blocks, ms", "99%")
+    return table((*header, "host, ms per pass"), rows, words=2)
+
+
 def decoding_speed() -> str:
     """Every configuration that was measured alone."""
     *runs, _ = read("bench-decode-h200.json")["runs"]
@@ -183,6 +196,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "training/steps": training_steps,
     "training/kernels": training_kernels,
     "training/compare": training_compare,
+    "decoding/traffic": decoding_traffic,
     "decoding/speed": decoding_speed,
     "decoding/kernels": decoding_kernels,
     "decoding/compare": decoding_compare,

@@ -301,9 +301,9 @@ class Places:
         )
         report = self._pass_of(Kind(shape, limits, long), pieces)()
         assert report is not None
-        arrived = self._staging.fetched(report[:top])
+        arrived = self._staging.fetched(report)
         block, candidates = self.block, max(1, shape.blocks - 1)
-        self.flights.append(Flight(self._numbers[:top].copy(), lambda: Report(arrived(), block, candidates)))
+        self.flights.append(Flight(self._numbers[:top].copy(), lambda: Report(arrived()[:top], block, candidates)))
         self._flying[:] = self._live
         self.passes += 1
 
