@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import gc
 import math
 import threading
 from collections import deque
@@ -257,7 +258,12 @@ class Engine:
         """Make all that requests like this one may need beforehand: on a GPU, graphs for every number of them."""
         asked = request or Request(prompt=())
         method = method_named(asked.method, self.loaded.method)
-        self._alone(lambda: self._places(method).prepare(asked, self.config.prefill), lambda: False)
+        gc.collect()
+        gc.freeze()  # every capture looks for garbage, among a million objects of torch
+        try:
+            self._alone(lambda: self._places(method).prepare(asked, self.config.prefill), lambda: False)
+        finally:
+            gc.unfreeze()
 
     def admit(self) -> None:
         """Admit what fits and bring it into the cache, without a pass: prefill, to be timed by itself."""
