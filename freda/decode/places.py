@@ -129,17 +129,18 @@ class Places:
         self.filling.append(text)
         self._limits = None
 
-    def remove(self, text: Text, *, known: bool = False) -> None:
-        """Take a request's row; `known`: the device has ended it."""
+    def remove(self, text: Text) -> None:
+        """Take a request's row."""
         row = text.row
         if text in self.filling:
             self.filling.remove(text)
+        self._records.pop(row, None)
+        if self._live[row]:  # the device has not ended it itself
+            self._records[row] = [row, *[0] * (record_width(self.block, self.table_pages) - 1)]
         text.nfe = int(self._forwards[row]) if self._numbers[row] == text.index else 0
         self.texts[row], self._live[row], self._flying[row], self._limits = None, False, False, None
         self._numbers[row] = 0
         heapq.heappush(self._free, row)
-        if not known:
-            self._records[row] = [row, *[0] * (record_width(self.block, self.table_pages) - 1)]
 
     def _record(self, text: Text, *, real: bool) -> list[int]:
         """A request's row, as `device.enter` takes it."""
