@@ -84,6 +84,27 @@ def test_who_finds_no_room_waits_and_loses_nothing(name: str, monkeypatch: pytes
     assert any(stalls)
 
 
+@pytest.mark.parametrize("few", [0, 32], ids=["packed", "dense"])
+def test_who_waits_for_room_waits_for_all_of_its_candidates(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests in step, half of which find no room in some passes: the next pass was laid out as if they had gone."""
+    monkeypatch.setattr(places, "FEW_TOKENS", few)
+    shape, rng = Places._shape, random.Random(1)
+
+    def tight(self: Places, *given: Any) -> Any:
+        made = shape(self, *given)
+        short = made._replace(packed=max(made.blocks, made.packed // 2))
+        return made if made.dense or rng.random() < 0.5 else short
+
+    monkeypatch.setattr(Places, "_shape", tight)
+    model = scored("best-of-n")
+    asked = [
+        Request(prompt=p, max_new_tokens=16, passes=2, threshold=2.0, width=4, tau=2.0)
+        for p in random_prompts(6, seed=1)
+    ]
+    outputs = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60), AheadModel).run(asked)
+    assert all(same(model, request, output) for request, output in zip(asked, outputs, strict=True))
+
+
 @pytest.mark.parametrize("name", ["self-refine", "best-of-n"])
 def test_a_watched_request_shows_every_pass_and_changes_nobody(name: str) -> None:
     model = scored(name)

@@ -159,7 +159,8 @@ def laid_out(held: Held, method: Method, limits: Limits, shape: ForwardShape) ->
     """What a forward sees: ids and α of its tokens, (P · B,) each; `where` its blocks lie (R, J); which requests are
     `going` (R,); and the `Candidates` among the blocks.
 
-    Where blocks are packed and more want to go than there are places, the last requests wait for the next pass.
+    Where more blocks want to go than there are places, the last requests wait for the next pass; so does a request with
+    several candidates where a forward has room for one.
     """
     state, texts, pending_ids, _, real = held
     drafts = shape.blocks - 1
@@ -169,12 +170,12 @@ def laid_out(held: Held, method: Method, limits: Limits, shape: ForwardShape) ->
     if drafts:
         ids, alpha = torch.cat([ids, found.ids], dim=1), torch.cat([alpha, found.alpha], dim=1)  # (R, J, B)
         wanted = torch.cat([wanted, found.valid], dim=1)
-    if shape.dense:
-        where = torch.arange(shape.packed, dtype=torch.int32, device=ids.device).view(wanted.shape)
-        return ids.flatten(), alpha.flatten(), where, real, *found
     going = real
     if 0 < drafts < limits.width:  # no place for more candidates than one, which is what a blank draft has
         going = going & ((state.draft.passes == 0) | (state.search.width == 1))
+    if shape.dense:
+        where = torch.arange(shape.packed, dtype=torch.int32, device=ids.device).view(wanted.shape)
+        return ids.flatten(), alpha.flatten(), where, going, *found
     wanted = wanted & going[:, None]
     needed = wanted.sum(-1)
     last = needed.cumsum(0)

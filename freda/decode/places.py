@@ -330,7 +330,8 @@ class Places:
         live, flying = self._live, self._flying
         closes = flying & (self._done + 1 >= self._most)
         may = int((flying & ~closes).sum())
-        fresh = live & np.where(flying, closes, self._done == 0)
+        # Who found no room in the last pass may have found none in this one: then nobody is sure to have closed.
+        fresh = live & np.where(flying, closes & (not self._stalled), self._done == 0)
         drafts = np.where(fresh, 1, self._width if limits.width > 1 else 1)[live]
         several = self.slots > 0 and bool((drafts > 1).any())
         blocks = 1 + (limits.width if several else 1) if self.slots else 1
