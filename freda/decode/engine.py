@@ -264,7 +264,8 @@ class Engine:
 
         def work() -> None:
             self._admit()
-            for places in self.batches.values():
+            for method, places in self.batches.items():
+                self._current = method
                 while places.filling:
                     self._start(places, passes=False)
 
@@ -328,15 +329,15 @@ class Engine:
 
     def _cancel_flagged(self) -> None:
         while self.flagged:
-            one = self.flagged.popleft()
-            if one.output is not None:
-                continue
-            if one.index in self.running:
-                self._current = one.kind
-                self.batches[one.kind].remove(one)
-            with contextlib.suppress(ValueError):  # it was running, or its submission was interrupted
-                self.waiting.remove(one)
-            self._finish(one, Event([], "cancelled"))
+            one = self.flagged[0]  # the flag stays until it is over, in case of an interrupt
+            if one.output is None:
+                if one.index in self.running:
+                    self._current = one.kind
+                    self.batches[one.kind].remove(one)
+                with contextlib.suppress(ValueError):  # it was running, or its submission was interrupted
+                    self.waiting.remove(one)
+                self._finish(one, Event([], "cancelled"))
+            self.flagged.popleft()
 
     def _recover(self, error: str) -> None:
         """After an error: end the requests of the batch that was being changed, and those in no batch yet.
@@ -382,7 +383,9 @@ class Engine:
             first.table, first.stored = reserved
             self.running[first.index] = first
             self.waiting.popleft()
-            self._places(first.kind).add(first)
+            places, self._current = self._places(first.kind), first.kind
+            places.add(first)
+            self._current = None
 
     def _places(self, method: Method) -> Places:
         """The rows of a method's requests."""
@@ -430,8 +433,8 @@ class Engine:
             self.pages.learn(one.table, self._keys(one, one.stored))
             self.pages.release(one.table)
             one.table = []
-        self.running.pop(one.index, None)
         one.end(event)
+        self.running.pop(one.index, None)  # last: who is neither running nor ended would never end
 
     def _explain(self, why: str) -> None:
         """Say once why an engine on a GPU does not use its kernels."""
