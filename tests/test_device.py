@@ -183,17 +183,59 @@ def test_prompts_come_in_pieces_beside_running_requests(monkeypatch: pytest.Monk
     assert order[first : first + 13] == [*[[16], "pass"] * 5, [8, 8], "pass", [12]], "88 and 20 tokens, 16 at a time"
 
 
-def test_no_length_needs_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prefill", [100, 128, 200])
+def test_no_length_needs_a_graph_of_its_own(prefill: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was prepared serves prompts and mixtures of all kinds."""
     monkeypatch.setattr(places, "FEW_TOKENS", 16)
     model = scored("best-of-n")
-    engine = Engine(model, EngineConfig(max_batch=5, page_size=8, pages=80, prefill=128), AheadModel)
+    engine = Engine(model, EngineConfig(max_batch=5, page_size=8, pages=80, prefill=prefill), AheadModel)
     engine.prepare()
     runs = engine.batches[model.method]._runs
     before = set(runs)
     asked = [Request(prompt=p, max_new_tokens=n + 3, threshold=0.3) for n, p in enumerate(random_prompts(16, seed=8))]
     assert all(same(model, request, output) for request, output in zip(asked, engine.run(asked), strict=True))
     assert set(runs) - before <= {"enter"} and len(before) > 20
+
+
+def test_preparing_beside_requests_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is made by a run that is undone, but for the pages: one has left, and its pages are another's."""
+
+    def captured(run: Any, changed: Any, pool: object) -> Any:
+        before = [tensor.clone() for tensor in changed]
+        run()
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+        return run
+
+    fill = AheadModel.fill
+    monkeypatch.setattr(places, "captured", captured)
+    monkeypatch.setattr(AheadModel, "fill", lambda *given: fill(*given) if (given[1].position >= 0).any() else None)
+    model = scored()
+    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=6, prefill=32), AheadModel)
+    engine._places(model.method)._pool = object()
+    gone = engine.submit(Request(prompt=[1, 2, 3, 4, 5], max_new_tokens=28, threshold=2.0, passes=1))
+    while not gone.take():
+        engine.step()
+    gone.cancel()
+    rest = [
+        Request(prompt=[7] * 18, max_new_tokens=16, threshold=2.0, method="autoregressive"),
+        Request(prompt=[9] * 3, max_new_tokens=5, threshold=2.0),
+    ]
+    first = engine.submit(rest[0])
+    engine.admit()
+    engine.prepare()
+    handles = [first, engine.submit(rest[1])]
+    engine.step()
+    engine.prepare(Request(prompt=(), temperature=1.0))
+    assert all(same(model, request, handle.result()) for request, handle in zip(rest, handles, strict=True))
+
+
+def test_nothing_is_kept_for_lengths_that_come_once() -> None:
+    """Without graphs, prompts have any length, and requests any row."""
+    engine = Engine(scored(), EngineConfig(max_batch=3, page_size=8, pages=40))
+    engine.run([Request(prompt=p, max_new_tokens=5) for p in random_prompts(20, seed=7)])
+    staging = next(iter(engine.batches.values()))._staging
+    assert not staging._there and not staging._free
 
 
 def test_sizes_of_graphs() -> None:

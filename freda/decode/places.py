@@ -270,8 +270,9 @@ class Places:
         """Make the graphs of all passes that requests like this one may need, and of prompts of all lengths."""
         if not self.ahead:
             return
+        self._enter()  # to make a graph is to run it: rows of requests that have left must not write to their pages
         limits, block = self.method.limits([like]), self.block
-        rides = [size for size in RIDES if size <= most]
+        rides = [size for before, size in itertools.pairwise((0, *RIDES)) if before < most]
         for size in sorted({self._filled(size) for size in range(1, most + 1)}, reverse=True):
             self._fill_of(self._staged([], size))
         drafts = {1, limits.width} if self.slots else {0}
