@@ -183,6 +183,28 @@ def test_prompts_come_in_pieces_beside_running_requests(monkeypatch: pytest.Monk
     assert order[first : first + 13] == [*[[16], "pass"] * 5, [8, 8], "pass", [12]], "88 and 20 tokens, 16 at a time"
 
 
+def test_what_many_share_is_computed_once_in_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five questions behind the same nine pages, which come 16 tokens at a time beside a running request."""
+    sizes: list[int] = []
+    staged = Places._staged
+
+    def counted(self: Places, taken: Any, size: int) -> Any:
+        sizes.append(sum(end - begin for _, begin, end in taken))
+        return staged(self, taken, size)
+
+    monkeypatch.setattr(places, "RIDES", (8, 16))
+    monkeypatch.setattr(Places, "_staged", counted)
+    model = scored()
+    engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=200, prefill=64), AheadModel)
+    running = engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=60, threshold=2.0))
+    engine.step()
+    shared = [*range(24)] * 3
+    asked = [Request(prompt=[*shared, n, n + 1, n + 2, n + 3], max_new_tokens=6) for n in range(5)]
+    handles = [engine.submit(request) for request in asked]
+    assert all(same(model, request, handle.result()) for request, handle in zip(asked, handles, strict=True))
+    assert sum(sizes) == len(shared) + 5 * 4 and max(sizes) == 16 and running.result().finish
+
+
 @pytest.mark.parametrize("prefill", [100, 128, 200])
 def test_no_length_needs_a_graph_of_its_own(prefill: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was prepared serves prompts and mixtures of all kinds."""
@@ -304,7 +326,8 @@ def test_a_stop_string_ends_a_request_after_the_next_pass_has_started() -> None:
 
 @pytest.mark.parametrize("backend", [PlainModel, AheadModel])
 def test_a_request_whose_numbers_are_not_finite_ends_alone(backend: Any) -> None:
-    model = scored()
+    parts = Parts(tiny_model(tied=False))  # a head of its own: the others' numbers stay finite
+    model = LoadedModel(parts, Letters(), method(block_size=4), "test")
     with torch.no_grad():
         model.backbone.embed_tokens.weight[5] = float("nan")
     engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), backend)
@@ -314,7 +337,7 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(backend: Any) -> None
     assert [event.finish for event in events if isinstance(event, Event)] == ["error"]
     assert "not finite" in handles[1].result().error
     for number in (0, 2):
-        assert same(model, asked[number], handles[number].result())
+        assert same(model, asked[number], handles[number].result()) and handles[number].result().finish == "length"
     assert not engine.busy and engine.pages.available == 60
 
 

@@ -367,19 +367,20 @@ class Engine:
     def _admit(self) -> None:
         """Give waiting requests pages and a row, as long as the first of them fits.
 
-        A request whose first pages are being computed for another waits for the next step, where they are known: sixty
-        questions behind the same worked examples compute these once.
+        A request whose first unknown page is being computed for another waits until it is known: sixty questions behind
+        the same worked examples compute these once, though they may come in pieces.
         """
-        coming: set[bytes] = set()
+        filling = [text for places in self.batches.values() for text in places.filling] if self.waiting else []
+        coming = {self.pages.first_unknown(self._prompt_keys(text)) for text in filling} - {None}
         while self.waiting and len(self.running) < self.config.max_batch:
             first = self.waiting[0]
             tokens = len(first.request.prompt) + first.request.max_new_tokens + first.size
-            keys = self._keys(first, len(first.clean) - first.kind.layout.held)
+            keys = self._prompt_keys(first)
             begins = self.pages.first_unknown(keys)
             reserved = None if begins in coming else self.pages.reserve(keys, tokens)
             if reserved is None:
                 break
-            coming |= {begins} if begins else set()
+            coming |= {begins} - {None}
             first.table, first.stored = reserved
             self.running[first.index] = first
             self.waiting.popleft()
@@ -419,6 +420,10 @@ class Engine:
         for one in filled:
             self.pages.learn(one.table, self._keys(one, one.stored))
         return started
+
+    def _prompt_keys(self, one: Sequence) -> list[bytes]:
+        """The keys of the full pages of a prompt, as far as it is stored before its first pass."""
+        return self._keys(one, len(one.clean) - one.kind.layout.held)
 
     def _keys(self, one: Sequence, stored: int) -> list[bytes]:
         """The keys of the full pages among the first `stored` tokens of a request's text."""
