@@ -129,8 +129,8 @@ class Places:
         self.filling.append(text)
         self._limits = None
 
-    def remove(self, text: Text, *, known: bool = False) -> None:
-        """Take a request's row; `known`: the device has ended it."""
+    def remove(self, text: Text) -> None:
+        """Take a request's row; before the next pass the device is told that nobody is there."""
         row = text.row
         if text in self.filling:
             self.filling.remove(text)
@@ -138,8 +138,7 @@ class Places:
         self.texts[row], self._live[row], self._flying[row], self._limits = None, False, False, None
         self._numbers[row] = 0
         heapq.heappush(self._free, row)
-        if not known:
-            self._records[row] = [row, *[0] * (record_width(self.block, self.table_pages) - 1)]
+        self._records[row] = [row, *[0] * (record_width(self.block, self.table_pages) - 1)]
 
     def _record(self, text: Text, *, real: bool) -> list[int]:
         """A request's row, as `device.enter` takes it."""
