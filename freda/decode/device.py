@@ -93,8 +93,7 @@ def new_held(rows: int, pages: int, parts: Parts, block: int, stop_ids: abc.Sequ
     stops = torch.tensor(stop_ids, dtype=torch.int64, device=device)
     draft = Draft(*(part.clone() for part in fresh_drafts([[]] * rows, block, blank, device)))  # none shares memory
     state = new_state([DecodeConfig()] * rows, draft, zeros, stops)
-    search = state.search._replace(seed=zeros.clone())
-    state = state._replace(search=search)
+    state = state._replace(search=state.search._replace(seed=zeros.clone()))  # not the memory of `sampling.seed`
     table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
     texts = BlockTable(table, zeros.int(), zeros.int())
     return Held(state, texts, torch.zeros(rows, block, dtype=torch.int64, device=device), zeros.clone(), zeros.bool())

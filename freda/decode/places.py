@@ -55,7 +55,6 @@ MOST_PIECES, LEAST_FILL = 64, 128  # prompts in one forward; tokens, of which so
 RIDES = (128, 256, 384, 512, 768, 1024)  # tokens of prompts that ride along with blocks
 RECORDS = 16  # rows that are written together
 
-
 Runs = tuple[Callable[[], Tensor | None], Sequence[Tensor]]  # a function, and what it changes that must be kept
 
 
@@ -294,11 +293,8 @@ class Places:
         limits = self._limits = self._limits or self.method.limits([text.request for text in self.texts if text])
         top = 1 + int(np.flatnonzero(self._live)[-1])
         shape = self._shape(top, limits, 0 if pieces is None else len(pieces.ids))
-        long = (
-            shape.rows <= FEW_ROWS
-            and not shape.prompts
-            and any(text is not None and len(text.clean) > LONG for text in self.texts)
-        )
+        few = shape.rows <= FEW_ROWS and not shape.prompts
+        long = few and any(text is not None and len(text.clean) > LONG for text in self.texts)
         report = self._pass_of(Kind(shape, limits, long), pieces)()
         assert report is not None
         arrived = self._staging.fetched(report)
@@ -394,12 +390,7 @@ class Places:
         """A pass of a watched request."""
         count = int(report.valid[row, 0])
         given = [place < len(text.tail) for place in range(self.block)]
-        cells = (
-            report.ids[row].tolist(),
-            report.prob[row].tolist(),
-            given,
-            [bool(one) for one in report.committed[row]],
-        )
+        cells = (report.ids[row].tolist(), report.prob[row].tolist(), given, (report.committed[row] != 0).tolist())
         about = (bool(report.closed[row]), report.candidates[row, :count].tolist(), report.scores[row, :count].tolist())
         number = len(text.clean) // self.block
         return Pass(text.index, number, int(report.passes[row]), *cells, *about, int(report.winner[row, 0]))
