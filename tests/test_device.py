@@ -84,6 +84,27 @@ def test_who_finds_no_room_waits_and_loses_nothing(name: str, monkeypatch: pytes
     assert any(stalls)
 
 
+@pytest.mark.parametrize("few", [0, 32], ids=["packed", "dense"])
+def test_who_waits_for_room_waits_for_all_of_its_candidates(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests in step, half of which find no room in some passes: the next pass was laid out as if they had gone."""
+    monkeypatch.setattr(places, "FEW_TOKENS", few)
+    shape, rng = Places._shape, random.Random(1)
+
+    def tight(self: Places, *given: Any) -> Any:
+        made = shape(self, *given)
+        short = made._replace(packed=max(made.blocks, made.packed // 2))
+        return made if made.dense or rng.random() < 0.5 else short
+
+    monkeypatch.setattr(Places, "_shape", tight)
+    model = scored("best-of-n")
+    asked = [
+        Request(prompt=p, max_new_tokens=16, passes=2, threshold=2.0, width=4, tau=2.0)
+        for p in random_prompts(6, seed=1)
+    ]
+    outputs = Engine(model, EngineConfig(max_batch=3, page_size=8, pages=60), AheadModel).run(asked)
+    assert all(same(model, request, output) for request, output in zip(asked, outputs, strict=True))
+
+
 @pytest.mark.parametrize("name", ["self-refine", "best-of-n"])
 def test_a_watched_request_shows_every_pass_and_changes_nobody(name: str) -> None:
     model = scored(name)
@@ -162,17 +183,81 @@ def test_prompts_come_in_pieces_beside_running_requests(monkeypatch: pytest.Monk
     assert order[first : first + 13] == [*[[16], "pass"] * 5, [8, 8], "pass", [12]], "88 and 20 tokens, 16 at a time"
 
 
-def test_no_length_needs_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_many_share_is_computed_once_in_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five questions behind the same nine pages, which come 16 tokens at a time beside a running request."""
+    sizes: list[int] = []
+    staged = Places._staged
+
+    def counted(self: Places, taken: Any, size: int) -> Any:
+        sizes.append(sum(end - begin for _, begin, end in taken))
+        return staged(self, taken, size)
+
+    monkeypatch.setattr(places, "RIDES", (8, 16))
+    monkeypatch.setattr(Places, "_staged", counted)
+    model = scored()
+    engine = Engine(model, EngineConfig(max_batch=8, page_size=8, pages=200, prefill=64), AheadModel)
+    running = engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=60, threshold=2.0))
+    engine.step()
+    shared = [*range(24)] * 3
+    asked = [Request(prompt=[*shared, n, n + 1, n + 2, n + 3], max_new_tokens=6) for n in range(5)]
+    handles = [engine.submit(request) for request in asked]
+    assert all(same(model, request, handle.result()) for request, handle in zip(asked, handles, strict=True))
+    assert sum(sizes) == len(shared) + 5 * 4 and max(sizes) == 16 and running.result().finish
+
+
+@pytest.mark.parametrize("prefill", [100, 128, 200])
+def test_no_length_needs_a_graph_of_its_own(prefill: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was prepared serves prompts and mixtures of all kinds."""
     monkeypatch.setattr(places, "FEW_TOKENS", 16)
     model = scored("best-of-n")
-    engine = Engine(model, EngineConfig(max_batch=5, page_size=8, pages=80, prefill=128), AheadModel)
+    engine = Engine(model, EngineConfig(max_batch=5, page_size=8, pages=80, prefill=prefill), AheadModel)
     engine.prepare()
     runs = engine.batches[model.method]._runs
     before = set(runs)
     asked = [Request(prompt=p, max_new_tokens=n + 3, threshold=0.3) for n, p in enumerate(random_prompts(16, seed=8))]
     assert all(same(model, request, output) for request, output in zip(asked, engine.run(asked), strict=True))
     assert set(runs) - before <= {"enter"} and len(before) > 20
+
+
+def test_preparing_beside_requests_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is made by a run that is undone, but for the pages: one has left, and its pages are another's."""
+
+    def captured(run: Any, changed: Any, pool: object) -> Any:
+        before = [tensor.clone() for tensor in changed]
+        run()
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+        return run
+
+    fill = AheadModel.fill
+    monkeypatch.setattr(places, "captured", captured)
+    monkeypatch.setattr(AheadModel, "fill", lambda *given: fill(*given) if (given[1].position >= 0).any() else None)
+    model = scored()
+    engine = Engine(model, EngineConfig(max_batch=2, page_size=8, pages=6, prefill=32), AheadModel)
+    engine._places(model.method)._pool = object()
+    gone = engine.submit(Request(prompt=[1, 2, 3, 4, 5], max_new_tokens=28, threshold=2.0, passes=1))
+    while not gone.take():
+        engine.step()
+    gone.cancel()
+    rest = [
+        Request(prompt=[7] * 18, max_new_tokens=16, threshold=2.0, method="autoregressive"),
+        Request(prompt=[9] * 3, max_new_tokens=5, threshold=2.0),
+    ]
+    first = engine.submit(rest[0])
+    engine.admit()
+    engine.prepare()
+    handles = [first, engine.submit(rest[1])]
+    engine.step()
+    engine.prepare(Request(prompt=(), temperature=1.0))
+    assert all(same(model, request, handle.result()) for request, handle in zip(rest, handles, strict=True))
+
+
+def test_nothing_is_kept_for_lengths_that_come_once() -> None:
+    """Without graphs, prompts have any length, and requests any row."""
+    engine = Engine(scored(), EngineConfig(max_batch=3, page_size=8, pages=40))
+    engine.run([Request(prompt=p, max_new_tokens=5) for p in random_prompts(20, seed=7)])
+    staging = next(iter(engine.batches.values()))._staging
+    assert not staging._there and not staging._free
 
 
 def test_sizes_of_graphs() -> None:
@@ -241,7 +326,8 @@ def test_a_stop_string_ends_a_request_after_the_next_pass_has_started() -> None:
 
 @pytest.mark.parametrize("backend", [PlainModel, AheadModel])
 def test_a_request_whose_numbers_are_not_finite_ends_alone(backend: Any) -> None:
-    model = scored()
+    parts = Parts(tiny_model(tied=False))  # a head of its own: the others' numbers stay finite
+    model = LoadedModel(parts, Letters(), method(block_size=4), "test")
     with torch.no_grad():
         model.backbone.embed_tokens.weight[5] = float("nan")
     engine = Engine(model, EngineConfig(max_batch=4, page_size=8, pages=60), backend)
@@ -251,7 +337,7 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(backend: Any) -> None
     assert [event.finish for event in events if isinstance(event, Event)] == ["error"]
     assert "not finite" in handles[1].result().error
     for number in (0, 2):
-        assert same(model, asked[number], handles[number].result())
+        assert same(model, asked[number], handles[number].result()) and handles[number].result().finish == "length"
     assert not engine.busy and engine.pages.available == 60
 
 

@@ -19,7 +19,8 @@ from freda.decode.api import Model
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.pages import page_keys
-from freda.decode.request import Event, Output, Pass, QueueFull, Request
+from freda.decode.places import Places
+from freda.decode.request import Event, Output, Pass, QueueFull, Request, Sequence
 from freda.errors import FredaError
 from tests.helpers import AheadModel, alone, answering_model, random_prompts, scored
 
@@ -320,6 +321,57 @@ def test_a_failing_pass_ends_its_batch_and_no_other(machine: Any, monkeypatch: p
     assert reserved is not None and reserved[1] == 0, "what a failed pass has written is not used again"
     engine.pages.release(reserved[0])
     assert idle(engine) and same(engine, request, engine.run([request])[0])
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_an_interrupt_at_the_end_of_a_request_leaves_nobody_without_an_end(
+    waiting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that ends by itself, nor one that is cancelled while it waits."""
+    engine, end, broken = Engine(scored(), SMALL), Sequence.end, [True]
+    handle = engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=6))
+
+    def interrupted(*given: Any) -> None:
+        if broken.pop():
+            broken.append(False)
+            raise KeyboardInterrupt
+        broken.append(False)
+        end(*given)
+
+    monkeypatch.setattr(Sequence, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        handle.cancel() if waiting else handle.result()
+    for _ in range(3):
+        engine.step()
+    assert handle.finished and idle(engine)
+
+
+def test_prompts_that_failed_to_come_in_are_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(scored(), SMALL)
+    handle = engine.submit(Request(prompt=[*range(20)], max_new_tokens=6))
+    failing(engine, monkeypatch, RuntimeError("out of memory"), 1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.admit()
+    assert handle.result().finish == "error" and idle(engine)
+
+
+def test_an_interrupted_admission_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of giving a request its row."""
+    engine = Engine(scored(), SMALL)
+    handle, broken = engine.submit(Request(prompt=[*range(20)], max_new_tokens=6)), [True]
+    add = Places.add
+
+    def half(places: Places, text: Sequence) -> None:
+        add(places, text)
+        if broken[0]:
+            broken[0] = False
+            places.filling.pop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Places, "add", half)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert handle.finished and idle(engine) and not any(len(places) for places in engine.batches.values())
 
 
 def test_a_second_interrupt_does_not_lock_the_engine_for_ever() -> None:

@@ -93,8 +93,7 @@ def new_held(rows: int, pages: int, parts: Parts, block: int, stop_ids: abc.Sequ
     stops = torch.tensor(stop_ids, dtype=torch.int64, device=device)
     draft = Draft(*(part.clone() for part in fresh_drafts([[]] * rows, block, blank, device)))  # none shares memory
     state = new_state([DecodeConfig()] * rows, draft, zeros, stops)
-    search = state.search._replace(seed=zeros.clone())
-    state = state._replace(search=search)
+    state = state._replace(search=state.search._replace(seed=zeros.clone()))  # not the memory of `sampling.seed`
     table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
     texts = BlockTable(table, zeros.int(), zeros.int())
     return Held(state, texts, torch.zeros(rows, block, dtype=torch.int64, device=device), zeros.clone(), zeros.bool())
@@ -159,7 +158,8 @@ def laid_out(held: Held, method: Method, limits: Limits, shape: ForwardShape) ->
     """What a forward sees: ids and α of its tokens, (P · B,) each; `where` its blocks lie (R, J); which requests are
     `going` (R,); and the `Candidates` among the blocks.
 
-    Where blocks are packed and more want to go than there are places, the last requests wait for the next pass.
+    Where more blocks want to go than there are places, the last requests wait for the next pass; so does a request with
+    several candidates where a forward has room for one.
     """
     state, texts, pending_ids, _, real = held
     drafts = shape.blocks - 1
@@ -169,12 +169,12 @@ def laid_out(held: Held, method: Method, limits: Limits, shape: ForwardShape) ->
     if drafts:
         ids, alpha = torch.cat([ids, found.ids], dim=1), torch.cat([alpha, found.alpha], dim=1)  # (R, J, B)
         wanted = torch.cat([wanted, found.valid], dim=1)
-    if shape.dense:
-        where = torch.arange(shape.packed, dtype=torch.int32, device=ids.device).view(wanted.shape)
-        return ids.flatten(), alpha.flatten(), where, real, *found
     going = real
     if 0 < drafts < limits.width:  # no place for more candidates than one, which is what a blank draft has
         going = going & ((state.draft.passes == 0) | (state.search.width == 1))
+    if shape.dense:
+        where = torch.arange(shape.packed, dtype=torch.int32, device=ids.device).view(wanted.shape)
+        return ids.flatten(), alpha.flatten(), where, going, *found
     wanted = wanted & going[:, None]
     needed = wanted.sum(-1)
     last = needed.cumsum(0)

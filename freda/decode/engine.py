@@ -270,7 +270,8 @@ class Engine:
 
         def work() -> None:
             self._admit()
-            for places in self.batches.values():
+            for method, places in self.batches.items():
+                self._current = method
                 while places.filling:
                     self._start(places, passes=False)
 
@@ -334,15 +335,15 @@ class Engine:
 
     def _cancel_flagged(self) -> None:
         while self.flagged:
-            one = self.flagged.popleft()
-            if one.output is not None:
-                continue
-            if one.index in self.running:
-                self._current = one.kind
-                self.batches[one.kind].remove(one)
-            with contextlib.suppress(ValueError):  # it was running, or its submission was interrupted
-                self.waiting.remove(one)
-            self._finish(one, Event([], "cancelled"))
+            one = self.flagged[0]  # the flag stays until it is over, in case of an interrupt
+            if one.output is None:
+                if one.index in self.running:
+                    self._current = one.kind
+                    self.batches[one.kind].remove(one)
+                with contextlib.suppress(ValueError):  # it was running, or its submission was interrupted
+                    self.waiting.remove(one)
+                self._finish(one, Event([], "cancelled"))
+            self.flagged.popleft()
 
     def _recover(self, error: str) -> None:
         """After an error: end the requests of the batch that was being changed, and those in no batch yet.
@@ -372,23 +373,26 @@ class Engine:
     def _admit(self) -> None:
         """Give waiting requests pages and a row, as long as the first of them fits.
 
-        A request whose first pages are being computed for another waits for the next step, where they are known: sixty
-        questions behind the same worked examples compute these once.
+        A request whose first unknown page is being computed for another waits until it is known: sixty questions behind
+        the same worked examples compute these once, though they may come in pieces.
         """
-        coming: set[bytes] = set()
+        filling = [text for places in self.batches.values() for text in places.filling] if self.waiting else []
+        coming = {self.pages.first_unknown(self._prompt_keys(text)) for text in filling} - {None}
         while self.waiting and len(self.running) < self.config.max_batch:
             first = self.waiting[0]
             tokens = len(first.request.prompt) + first.request.max_new_tokens + first.size
-            keys = self._keys(first, len(first.clean) - first.kind.layout.held)
+            keys = self._prompt_keys(first)
             begins = self.pages.first_unknown(keys)
             reserved = None if begins in coming else self.pages.reserve(keys, tokens)
             if reserved is None:
                 break
-            coming |= {begins} if begins else set()
+            coming |= {begins} - {None}
             first.table, first.stored = reserved
             self.running[first.index] = first
             self.waiting.popleft()
-            self._places(first.kind).add(first)
+            places, self._current = self._places(first.kind), first.kind
+            places.add(first)
+            self._current = None
 
     def _places(self, method: Method) -> Places:
         """The rows of a method's requests."""
@@ -423,6 +427,10 @@ class Engine:
             self.pages.learn(one.table, self._keys(one, one.stored))
         return started
 
+    def _prompt_keys(self, one: Sequence) -> list[bytes]:
+        """The keys of the full pages of a prompt, as far as it is stored before its first pass."""
+        return self._keys(one, len(one.clean) - one.kind.layout.held)
+
     def _keys(self, one: Sequence, stored: int) -> list[bytes]:
         """The keys of the full pages among the first `stored` tokens of a request's text."""
         size = self.pages.page_size
@@ -436,8 +444,8 @@ class Engine:
             self.pages.learn(one.table, self._keys(one, one.stored))
             self.pages.release(one.table)
             one.table = []
-        self.running.pop(one.index, None)
         one.end(event)
+        self.running.pop(one.index, None)  # last: who is neither running nor ended would never end
 
     def _explain(self, why: str) -> None:
         """Say once why an engine on a GPU does not use its kernels."""

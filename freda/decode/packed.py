@@ -182,12 +182,7 @@ class PackedModel:
         buffers: Buffers,
         pieces: Pieces | None = None,
     ) -> None:
-        """All layers over blocks of tokens `given` as (ids, α), each (P · B,), and over pieces of prompts; prompts and
-        what is committed go into the pages.
-
-        `where` (R, J) int32 is the place of every request's block among the packed ones, -1 for one that is not in this
-        forward. In a dense forward it is not looked at. Places that nobody names are padding.
-        """
+        """As `ForwardBackend.run` says; a dense forward does not look at `where`. Places nobody names are padding."""
         assert shape == buffers.attention.shape, (shape, buffers.attention.shape)
         ids, alpha = given
         if pieces is not None:

@@ -55,7 +55,6 @@ MOST_PIECES, LEAST_FILL = 64, 128  # prompts in one forward; tokens, of which so
 RIDES = (128, 256, 384, 512, 768, 1024)  # tokens of prompts that ride along with blocks
 RECORDS = 16  # rows that are written together
 
-
 Runs = tuple[Callable[[], Tensor | None], Sequence[Tensor]]  # a function, and what it changes that must be kept
 
 
@@ -130,7 +129,7 @@ class Places:
         self._limits = None
 
     def remove(self, text: Text) -> None:
-        """Take a request's row."""
+        """Take a request's row; before the next pass the device is told so, if it has not ended the request itself."""
         row = text.row
         if text in self.filling:
             self.filling.remove(text)
@@ -271,8 +270,9 @@ class Places:
         """Make the graphs of all passes that requests like this one may need, and of prompts of all lengths."""
         if not self.ahead:
             return
+        self._enter()  # to make a graph is to run it: rows of requests that have left must not write to their pages
         limits, block = self.method.limits([like]), self.block
-        rides = [size for size in RIDES if size <= most]
+        rides = [size for before, size in itertools.pairwise((0, *RIDES)) if before < most]
         for size in sorted({self._filled(size) for size in range(1, most + 1)}, reverse=True):
             self._fill_of(self._staged([], size))
         drafts = {1, limits.width} if self.slots else {0}
@@ -295,11 +295,8 @@ class Places:
         limits = self._limits = self._limits or self.method.limits([text.request for text in self.texts if text])
         top = 1 + int(np.flatnonzero(self._live)[-1])
         shape = self._shape(top, limits, 0 if pieces is None else len(pieces.ids))
-        long = (
-            shape.rows <= FEW_ROWS
-            and not shape.prompts
-            and any(text is not None and len(text.clean) > LONG for text in self.texts)
-        )
+        few = shape.rows <= FEW_ROWS and not shape.prompts
+        long = few and any(text is not None and len(text.clean) > LONG for text in self.texts)
         report = self._pass_of(Kind(shape, limits, long), pieces)()
         assert report is not None
         arrived = self._staging.fetched(report)
@@ -331,7 +328,8 @@ class Places:
         live, flying = self._live, self._flying
         closes = flying & (self._done + 1 >= self._most)
         may = int((flying & ~closes).sum())
-        fresh = live & np.where(flying, closes, self._done == 0)
+        # Who found no room in the last pass may have found none in this one: then nobody is sure to have closed.
+        fresh = live & np.where(flying, closes & (not self._stalled), self._done == 0)
         drafts = np.where(fresh, 1, self._width if limits.width > 1 else 1)[live]
         several = self.slots > 0 and bool((drafts > 1).any())
         blocks = 1 + (limits.width if several else 1) if self.slots else 1
@@ -394,12 +392,7 @@ class Places:
         """A pass of a watched request."""
         count = int(report.valid[row, 0])
         given = [place < len(text.tail) for place in range(self.block)]
-        cells = (
-            report.ids[row].tolist(),
-            report.prob[row].tolist(),
-            given,
-            [bool(one) for one in report.committed[row]],
-        )
+        cells = (report.ids[row].tolist(), report.prob[row].tolist(), given, (report.committed[row] != 0).tolist())
         about = (bool(report.closed[row]), report.candidates[row, :count].tolist(), report.scores[row, :count].tolist())
         number = len(text.clean) // self.block
         return Pass(text.index, number, int(report.passes[row]), *cells, *about, int(report.winner[row, 0]))

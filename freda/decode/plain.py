@@ -53,8 +53,7 @@ class PlainModel:
         buffers: list[Ran],
         pieces: Pieces | None = None,
     ) -> None:
-        """All layers over blocks of tokens `given` as (ids, α), each (P · B,), and over pieces of prompts; prompts and
-        blocks to commit go into the pages."""
+        """As `ForwardBackend.run` says; prompts first, by themselves."""
         if pieces is not None:
             self.fill(pieces, shape, buffers)
         commits = (where[:, :1] >= 0) & (texts.pending > 0)[:, None]

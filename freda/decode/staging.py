@@ -12,25 +12,28 @@ from torch import Tensor
 
 class Staging:
     """Memory from which small things are copied to the device and back without waiting; `fixed`: always to the same
-    memory of the device for the same shape, where graphs look for them."""
+    memory of the device for the same shape, where graphs look for them. Otherwise nothing is kept: there may be any
+    number of shapes."""
 
     def __init__(self, device: torch.device, *, fixed: bool) -> None:
-        self._device, self._fixed = device, fixed
+        self._device, self._fixed, self._pinned = device, fixed, fixed and device.type == "cuda"
         self._there: dict[Any, Tensor] = {}
         self._free: dict[Any, deque[tuple[Tensor, Any]]] = {}
 
     def given(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the host to write to, which nothing is being copied from."""
+        if not self._pinned:
+            return torch.empty(shape, dtype=dtype)
         ring = self._free.setdefault((shape, dtype), deque())
-        if self._device.type != "cuda" or len(ring) < 4:
-            return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+        if len(ring) < 4:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
         memory, copied = ring.popleft()
         copied.synchronize()
         return memory
 
     def _copied(self, memory: Tensor) -> Any:
         """Remember memory of the host as used until what was started has ended; returns how to wait for that."""
-        if self._device.type != "cuda":
+        if not self._pinned:
             return None
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
@@ -39,8 +42,10 @@ class Staging:
 
     def sent(self, memory: Tensor) -> Tensor:
         """The contents of what `given` gave, on the device."""
+        if not self._fixed:
+            return memory.to(self._device)
         key = (tuple(memory.shape), memory.dtype)
-        if key not in self._there or not self._fixed:
+        if key not in self._there:
             self._there[key] = torch.empty(memory.shape, dtype=memory.dtype, device=self._device)
         self._there[key].copy_(memory, non_blocking=True)
         self._copied(memory)
@@ -49,7 +54,7 @@ class Staging:
     def fetched(self, there: Tensor) -> Callable[[], Any]:
         """Start copying to the host; the function that is returned waits for it, and gives an array."""
         memory = self.given(tuple(there.shape), there.dtype)
-        memory.copy_(there, non_blocking=True)
+        memory.copy_(there, non_blocking=self._pinned)
         copied = self._copied(memory)
 
         def read() -> Any:
