@@ -13,7 +13,8 @@ from freda.bench import decode, traffic
 from freda.bench.traffic import Run, Traffic, arrival_times, parse_rate, parse_span
 from freda.cli import run
 from freda.decode.config import EngineConfig
-from freda.decode.engine import Engine, Handle
+from freda.decode.engine import Engine
+from freda.decode.handle import Handle
 from freda.decode.request import Request
 from freda.errors import FredaError
 from freda.folders.model_folder import LoadedModel

@@ -20,7 +20,8 @@ import numpy as np
 from freda.bench.decode import Case, cell, engine_name, forget, heading, opened, random_requests
 from freda.bench.rates import now
 from freda.decode.config import EngineConfig
-from freda.decode.engine import Engine, Handle
+from freda.decode.engine import Engine
+from freda.decode.handle import Handle
 from freda.decode.request import Event, QueueFull, Request
 from freda.errors import note, require
 from freda.folders.model_folder import LoadedModel

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from freda.decode.config import DecodeConfig, EngineConfig
-from freda.decode.engine import Engine, Handle
+from freda.decode.engine import Engine
 from freda.decode.generate import generate
+from freda.decode.handle import Handle
 from freda.decode.request import Output, Pass, Request, StopMatcher, Watch, cut_at_stop
 from freda.errors import FredaError, note, require
 from freda.folders.model_folder import LoadedModel, load_model

@@ -29,11 +29,11 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         require(1 <= self.width <= 256, f"width is {self.width}; use 1 to 256")
         require(0 <= self.tau <= 1e6, f"tau is {self.tau}; use 0 to 1e6")
-        require(self.swaps >= 0, f"swaps is {self.swaps}; use 0 or more")
+        require(0 <= self.swaps <= 256, f"swaps is {self.swaps}; use 0 to 256")
         require(self.candidates in ("beam", "sampled"), f"candidates is {self.candidates!r}; use beam or sampled")
         require(self.select in ("argmax", "gumbel"), f"select is {self.select!r}; use argmax or gumbel")
         require(1 <= self.max_new_tokens <= 2**20, f"max_new_tokens is {self.max_new_tokens}; use 1 to {2**20}")
-        require(self.passes >= 1, f"passes is {self.passes}; use 1 or more")
+        require(1 <= self.passes <= 2**20, f"passes is {self.passes}; use 1 to {2**20}")
         require(
             0 < self.threshold < math.inf,
             f"threshold is {self.threshold}; use a probability above 0, or a number above 1 for never",

@@ -18,16 +18,17 @@ import gc
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 import torch
 
 from freda.decode.config import EngineConfig
 from freda.decode.device import ForwardBackend
+from freda.decode.handle import Handle
 from freda.decode.pages import Pages, page_count, page_keys
 from freda.decode.places import Places
 from freda.decode.plain import PlainModel
-from freda.decode.request import Event, Output, Pass, QueueFull, Request, Sequence
+from freda.decode.request import Event, Output, QueueFull, Request, Sequence
 from freda.errors import FredaError, note, require
 from freda.folders.model_folder import LoadedModel
 from freda.methods import method_named
@@ -38,60 +39,6 @@ from freda.model.staircase import MOST_BLOCK
 # Engines for at most so many requests are compiled around the forward: some eighty kernels of 2 µs are 6% of a
 # forward over few tokens. Compiling takes a while, and pays for an engine that is made for one stream.
 MOST_COMPILED = 4
-
-
-class Handle:
-    """A submitted request: iterate over its events, wait for its result, or cancel it.
-
-    A request whose reader goes away is cancelled: when the iteration ends early, or nobody holds the handle any more.
-    """
-
-    def __init__(self, engine: Engine, sequence: Sequence) -> None:
-        self._engine, self._sequence = engine, sequence
-
-    @property
-    def number(self) -> int:
-        """The number of the request, as the engine counts them."""
-        return self._sequence.index
-
-    @property
-    def finished(self) -> bool:
-        """Whether the request has ended, one way or another."""
-        return self._sequence.output is not None
-
-    def __iter__(self) -> Iterator[Event | Pass]:
-        mail = self._sequence.mail
-        try:
-            while True:
-                finished = self.finished  # asked first: the last event is filed before the output
-                if mail:
-                    yield mail.popleft()
-                elif finished:
-                    return
-                else:
-                    self._engine.step(lambda: bool(mail) or self.finished)
-        finally:
-            self.cancel()
-
-    def take(self) -> list[Event | Pass]:
-        """The events that were filed since the last call, or none; does not wait."""
-        mail = self._sequence.mail
-        return [mail.popleft() for _ in range(len(mail))]
-
-    def result(self) -> Output:
-        """Wait for the end of the request."""
-        while self._sequence.output is None:
-            self._engine.step(lambda: self.finished)
-        return self._sequence.output
-
-    def cancel(self) -> None:
-        """End the request and free its pages, now or after the current step."""
-        if not self.finished:
-            self._engine.cancel(self._sequence)
-
-    def __del__(self) -> None:
-        if not self.finished:  # this may run anywhere, so it must not wait for a lock
-            self._engine.flagged.append(self._sequence)
 
 
 class Engine:

@@ -110,9 +110,15 @@ class Places:
         self._records: dict[int, list[int]] = {}  # rows to be written before the next pass
         self._limits: Limits | None = None
         zeros = np.zeros(self.count, dtype=np.int64)
-        self._live, self._flying, self._pending = (zeros.astype(bool) for _ in range(3))
-        self._watched, self._numbers = zeros.astype(bool), zeros.copy()
-        self._done, self._most, self._left, self._width, self._forwards = (zeros.copy() for _ in range(5))
+        # What the host knows of each row, as of the last report that was read:
+        self._numbers = zeros.copy()  # of the request that runs there; 0: none
+        self._live = zeros.astype(bool)  # it runs on the device
+        self._flying = zeros.astype(bool)  # and is in a pass whose report is still to come
+        self._watched = zeros.astype(bool)
+        self._pending = zeros.astype(bool)  # the next pass commits a block of it
+        self._done, self._most = zeros.copy(), zeros.copy()  # passes over its block, and how many it may have
+        self._left = zeros.copy()  # tokens from the beginning of its block to its end
+        self._width, self._forwards = zeros.copy(), zeros.copy()  # most candidates; forwards that it took part in
         self._early = 0.0  # how many of the blocks that may close early do so
         self._stalled = False  # whether somebody found no room in the last pass that was read
 
@@ -176,8 +182,7 @@ class Places:
         self._enter()
         total, started = sum(end - begin for _, begin, end in taken), passes and self._worthwhile()
         rides = started and total <= RIDES[-1]  # short prompts, in one forward with the blocks
-        sizes = [size for size in RIDES if size >= total] if self.ahead and rides else [self._filled(total)]
-        pieces = self._staged(taken, sizes[0]) if taken else None
+        pieces = self._staged(taken, self._padded(total, rides=rides)) if taken else None
         if pieces is not None and not rides:
             self._fill_of(pieces)()
         if started:
@@ -187,13 +192,14 @@ class Places:
     def _room(self) -> int:
         """Tokens of prompts beside running requests: a quarter of what waits, so that few do not delay a pass for long
         and many are soon there; beyond what costs next to nothing, as many as fill a forward that there is."""
-        waits = sum(len(text.clean) - text.stored for text in self.filling)
-        most = min(RIDES[-1], max(RIDES[1], waits // 4))
-        return max(size for size in RIDES if size <= max(RIDES[1], min(most, waits)))
+        waits, cheap = sum(len(text.clean) - text.stored for text in self.filling), RIDES[1]
+        return max(size for size in RIDES if size <= max(cheap, waits // 4))
 
-    def _filled(self, total: int) -> int:
-        """The tokens of a forward over prompts alone."""
-        return max(LEAST_FILL, rounded(total, 4)) if self.ahead else total
+    def _padded(self, total: int, *, rides: bool) -> int:
+        """Tokens of prompts in a forward that has room for `total`: riding along, or alone."""
+        if not self.ahead:
+            return total
+        return next(size for size in RIDES if size >= total) if rides else max(LEAST_FILL, rounded(total, 4))
 
     def _pieces(self, most: int) -> list[tuple[Text, int, int]]:
         """Which tokens of which prompts come next; in whole blocks, first come, first served."""
@@ -258,7 +264,8 @@ class Places:
         return self._run_of(shape, made)
 
     def _run_of(self, key: Any, made: Callable[[], Runs]) -> Callable[[], Tensor | None]:
-        """What is run again and again: as a graph, made once, or anew each time."""
+        """What is run again and again: captured as a CUDA graph the first time, after which `made` is not called again;
+        made anew each time where there are no graphs."""
         if not self.ahead:
             return made()[0]
         if key not in self._runs:
@@ -273,7 +280,7 @@ class Places:
         self._enter()  # to make a graph is to run it: rows of requests that have left must not write to their pages
         limits, block = self.method.limits([like]), self.block
         rides = [size for before, size in itertools.pairwise((0, *RIDES)) if before < most]
-        for size in sorted({self._filled(size) for size in range(1, most + 1)}, reverse=True):
+        for size in sorted({self._padded(size, rides=False) for size in range(1, most + 1)}, reverse=True):
             self._fill_of(self._staged([], size))
         drafts = {1, limits.width} if self.slots else {0}
         tops = range(1, self.count + 1)
@@ -334,7 +341,8 @@ class Places:
         several = self.slots > 0 and bool((drafts > 1).any())
         blocks = 1 + (limits.width if several else 1) if self.slots else 1
         commits = (live & ~flying & self._pending).sum() + (closes & (self._left > self.block)).sum()
-        commits += math.ceil(self._early * may + 2 * (self._early * (1 - self._early) * may) ** 0.5)
+        spread = (self._early * (1 - self._early) * may) ** 0.5  # the standard deviation of how many close early
+        commits += math.ceil(self._early * may + 2 * spread)
         needed = int(commits) + (int(drafts.sum()) if self.slots else 0)
         if not self.ahead:  # nothing is under way, and nothing a guess
             return ForwardShape(top, self.block, blocks, needed, prompts)
@@ -368,7 +376,7 @@ class Places:
         for row in np.flatnonzero(told).tolist():
             text = self.texts[row]
             assert text is not None
-            text.nfe, text.stored = int(self._forwards[row]), len(text.clean)
+            text.nfe, text.stored = int(self._forwards[row]), len(text.clean)  # a pass that goes commits what pends
             seen = self._seen(text, report, row) if text.request.watch else None
             yield Happened(text, seen, (ids[row] if report.finite[row] else []) if over[row] else None)
 
