@@ -155,7 +155,7 @@ def test_commands(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
         ("/set", "/set passes=2"),
         ("/set pases=2", "there is no setting 'pases'"),
         ("/set passes=two", "passes is 'two'"),
-        ("/set passes=0", "passes is 0; use 1 or more"),
+        ("/set passes=0", "passes is 0; use 1 to"),
         ("x" * 2000, "the limit is 256"),
     ],
 )

@@ -125,7 +125,7 @@ def test_sweep_files_are_checked(tmp_path: Path) -> None:
         ('[sweep]\npasses = []\n[system.a]\nmodels = ["x"]', "sweep.passes is empty"),
         ('[sweep]\npasses = ["x"]\n[system.a]\nmodels = ["x"]', "sweep.passes is 'x' .*a whole number"),
         ('[system.a]\nmodels = ["x"]\npasses = 0', "system.a: passes is 0"),
-        ('[sweep]\npasses = [2, 0]\n[system.a]\nmodels = ["x"]', "passes is 0; use 1 or more"),
+        ('[sweep]\npasses = [2, 0]\n[system.a]\nmodels = ["x"]', "passes is 0; use 1 to"),
         ('[sweep]\nthresholds = [0.0]\n[system.a]\nmodels = ["x"]', "threshold is 0.0"),
         ('[sweep]\nwidths = [0]\n[system.a]\nmodels = ["x"]', "width is 0"),
         ('[sweep]\ntaus = [-1.0]\n[system.a]\nmodels = ["x"]', "tau is -1"),
