@@ -104,17 +104,17 @@ class Engine:
     @property
     def passes(self) -> int:
         """Passes that were started so far."""
-        return sum(places.passes for places in self.batches.values())
+        return sum(places.passes for places in list(self.batches.values()))
 
     @property
     def waited(self) -> float:
         """Seconds that the host has waited for the device so far."""
-        return sum(places.waited for places in self.batches.values())
+        return sum(places.waited for places in list(self.batches.values()))
 
     @property
     def on_device(self) -> bool:
         """Whether any of the requests so far were decoded by the kernels."""
-        return any(places.ahead for places in self.batches.values())
+        return any(places.ahead for places in list(self.batches.values()))
 
     @property
     def busy(self) -> bool:
@@ -290,6 +290,7 @@ class Engine:
                 with contextlib.suppress(ValueError):  # it was running, or its submission was interrupted
                     self.waiting.remove(one)
                 self._finish(one, Event([], "cancelled"))
+            self._current = None
             self.flagged.popleft()
 
     def _recover(self, error: str) -> None:

@@ -141,11 +141,15 @@ class Places:
             self.filling.remove(text)
         self._records.pop(row, None)
         if self._live[row]:  # the device has not ended it itself
-            self._records[row] = [row, *[0] * (record_width(self.block, self.table_pages) - 1)]
+            self._records[row] = self._nobody(row)
         text.nfe = int(self._forwards[row]) if self._numbers[row] == text.index else 0
         self.texts[row], self._live[row], self._flying[row], self._limits = None, False, False, None
         self._numbers[row] = 0
         heapq.heappush(self._free, row)
+
+    def _nobody(self, row: int) -> list[int]:
+        """A row without a request, as `device.enter` takes it."""
+        return [row, *[0] * (record_width(self.block, self.table_pages) - 1)]
 
     def _record(self, text: Text, *, real: bool) -> list[int]:
         """A request's row, as `device.enter` takes it."""
@@ -277,6 +281,7 @@ class Places:
         """Make the graphs of all passes that requests like this one may need, and of prompts of all lengths."""
         if not self.ahead:
             return
+        self._records.setdefault(self.count, self._nobody(self.count))
         self._enter()  # to make a graph is to run it: rows of requests that have left must not write to their pages
         limits, block = self.method.limits([like]), self.block
         rides = [size for before, size in itertools.pairwise((0, *RIDES)) if before < most]
