@@ -124,12 +124,11 @@ def test_endless_programs_are_stopped(program: str) -> None:
         "len = max = abs = None\n",
     ],
 )
-def test_odd_programs_that_pass(program: str) -> None:
-    before = set(os.listdir(tempfile.gettempdir()))
+def test_odd_programs_that_pass(program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where no other program makes folders
     verdict = run(program + RIGHT)
     assert verdict.passed, verdict
-    left = set(os.listdir(tempfile.gettempdir())) - before
-    assert not [name for name in left if name.startswith("freda-sandbox-")], "the working folder goes again"
+    assert not list(tmp_path.glob("freda-sandbox-*")), "the working folder goes again"
 
 
 def test_the_end_of_a_flood_is_kept() -> None:
