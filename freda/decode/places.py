@@ -3,8 +3,8 @@
 A step of the host brings pieces of prompts into the pages, writes the rows of requests that enter or leave, and starts
 a pass, all without waiting for the device; then it reads the report of the pass before. So the device always has work,
 and the host learns of a block one pass after it has closed. What a forward must have room for is then a guess: the host
-knows which requests will close a block for sure, and how often the others do. Who finds no room waits for the next
-pass, and nothing else changes (`device.laid_out`).
+knows which requests will close a block for sure, and how often the others do. A request that finds no room waits for
+the next pass, and its text is the same (`device.laid_out`).
 
 On a CPU, and where the forwards are made by the Transformer itself, nothing is guessed: every report is read at once.
 """
@@ -135,7 +135,7 @@ class Places:
         self._limits = None
 
     def remove(self, text: Text) -> None:
-        """Take a request's row; before the next pass the device is told so, if it has not ended the request itself."""
+        """Free the row of a request. If it is still running on the device, the row is cleared before the next pass."""
         row = text.row
         if text in self.filling:
             self.filling.remove(text)
@@ -194,8 +194,8 @@ class Places:
         return [text for text, _, _ in taken], started
 
     def _room(self) -> int:
-        """Tokens of prompts beside running requests: a quarter of what waits, so that few do not delay a pass for long
-        and many are soon there; beyond what costs next to nothing, as many as fill a forward that there is."""
+        """How many tokens of prompts may ride beside running requests: a quarter of what waits, but at least so many as
+        hardly slow a pass down; rounded down to a size of `RIDES`, so that nothing is padding."""
         waits, cheap = sum(len(text.clean) - text.stored for text in self.filling), RIDES[1]
         return max(size for size in RIDES if size <= max(cheap, waits // 4))
 
@@ -259,7 +259,7 @@ class Places:
         return Pieces(parts[0], parts[1], parts[2], there[3 * size :].view(-1, 2), self._held.texts.table)
 
     def _fill_of(self, pieces: Pieces) -> Callable[[], Tensor | None]:
-        """What brings pieces of prompts into the pages by themselves."""
+        """A forward over pieces of prompts alone."""
         shape = ForwardShape(1, self.block, 1, 0, len(pieces.ids))
 
         def made() -> Runs:
@@ -268,7 +268,7 @@ class Places:
         return self._run_of(shape, made)
 
     def _run_of(self, key: Any, made: Callable[[], Runs]) -> Callable[[], Tensor | None]:
-        """What is run again and again: captured as a CUDA graph the first time, after which `made` is not called again;
+        """The function under `key`: captured as a CUDA graph the first time, after which `made` is not called again;
         made anew each time where there are no graphs."""
         if not self.ahead:
             return made()[0]
@@ -318,7 +318,7 @@ class Places:
         self.passes += 1
 
     def _pass_of(self, kind: Kind, pieces: Pieces | None) -> Callable[[], Tensor | None]:
-        """What makes a pass of this kind, with pieces of prompts that ride along."""
+        """A pass of this kind, in which pieces of prompts ride along."""
 
         def made() -> Runs:
             held = self._rows(kind.shape.rows, kind.limits)
