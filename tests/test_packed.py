@@ -67,11 +67,21 @@ CASES = [
     Case({}, 4, 3, [20, 0, 36, 60], [4, 4, 0, 0], packed=9, absent=((1, 2), (3, 1), (3, 2))),  # the last one waits
     Case(FOUR, 2, 2, [6, 12, 30], [0, 2, 2], packed=5, few=False),
 ]
+WIDE = {"dim": 256, "heads": 8, "kv_heads": 2, "head_dim": 128, "ffn_dim": 640}
+EVERY = [
+    *CASES,
+    # On a GPU, one request in one launch:
+    Case(WIDE, 4, 2, [200], [4]),
+    Case(
+        {"heads": 8, "kv_heads": 8, "dim": 512, "ffn_dim": 1536}, 4, 2, [2500], [0]
+    ),  # more keys than warps take at once
+    Case({**WIDE, "qk_norm": False, "qkv_bias": True}, 2, 3, [37], [2]),
+]
 PLAIN = (
     0,
     3,
 )  # cases that are in the interpreter as on a GPU; the others have one layer and the library's products there
-GREEDY = set(range(len(CASES))) - {7}  # tokens are the likeliest ones, not samples
+GREEDY = set(range(len(EVERY))) - {7}  # tokens are the likeliest ones, not samples
 
 
 class Twin(PlainModel):
@@ -116,16 +126,17 @@ def filled_model(device: str, dtype: torch.dtype, **shape: Any) -> Transformer:
 
 
 def compare(
-    number: int, device: str, dtype: torch.dtype, *, int8: bool = False, whole: bool = False
+    number: int, device: str, dtype: torch.dtype, *, int8: bool = False, whole: bool = False, apart: bool = False
 ) -> dict[str, float]:
     """How far the kernels are from the Transformer: relative errors, and the share of equal choices.
 
     With int8, the Transformer has the weights that the int8 ones stand for. `whole`: texts are not cut into parts.
+    `apart`: no forward is one launch.
     """
-    from freda.decode.kernels import pages, pick, skinny
+    from freda.decode.kernels import layers, pages, pick, skinny
     from freda.decode.packed import PackedModel, fits
 
-    case = CASES[number]
+    case = EVERY[number]
     if device == "cpu" and (number not in PLAIN or whole):
         case = case._replace(sizes={**case.sizes, "layers": 1}, few=number in PLAIN)
     shape, usual = case.shape, pages.cut_for
@@ -144,7 +155,7 @@ def compare(
                 if weight.dim() > 1 and "embed" not in name:
                     weight.copy_(tensors.unpacked(tensors.packed({"weight": weight}), dtype)["weight"])
     generator = torch.Generator().manual_seed(number)
-    width = 16
+    width = max(16, -(-max(case.stored) // PAGE) + 1)
     storage = two_storages(model, shape.rows * width, generator)
     table = torch.randperm(shape.rows * width, generator=generator).view(shape.rows, width)
     where = case.where(generator).to(device)
@@ -163,6 +174,7 @@ def compare(
         with (
             patch.object(pages, "MANY", 1 if whole else pages.MANY),
             patch.object(pages, "cut_for", cut),
+            patch.object(layers, "MOST_TOKENS", 0 if apart else layers.MOST_TOKENS),
             patch.object(skinny, "MOST_ROWS", skinny.MOST_ROWS if case.few else 0),
             patch.object(pick, "IDS_AT_ONCE", 64 if number % 2 else pick.IDS_AT_ONCE),
         ):
@@ -322,13 +334,36 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("way", [{}, {"int8": True}, {"whole": True}])
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("way", [{}, {"int8": True}, {"whole": True}, {"apart": True}])
+@pytest.mark.parametrize("case", range(len(EVERY)))
 def test_on_a_gpu(case: int, way: dict[str, bool]) -> None:
     """In bf16: what its 8 bits leave."""
     found = compare(case, "cuda", torch.bfloat16, **way)
     assert found["hidden"] < 2e-2 and found["stored"] < 1e-2 and found["prob"] < 0.05, found
     assert found["choices"] >= 0.8, found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_one_launch_is_used_and_gives_the_same_numbers_each_time() -> None:
+    """Its thread blocks wait for each other; what they add up does not depend on who comes first."""
+    from freda.decode.packed import PackedModel
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    case = EVERY[len(CASES)]
+    model = filled_model("cuda", torch.bfloat16, **case.sizes)
+    backend = PackedModel(model, two_storages(model, 32, torch.Generator().manual_seed(0))[0])
+    buffers = backend.buffers(case.shape)
+    assert buffers.whole is not None
+    numbers = (torch.arange(32)[None], case.stored, case.pending)
+    texts = BlockTable(*(torch.as_tensor(part, dtype=torch.int32, device="cuda") for part in numbers))
+    ids, alpha = torch.arange(8, device="cuda"), torch.ones(8, device="cuda")
+    seen = []
+    for _ in range(50):
+        backend.run((ids, alpha), torch.zeros(1, 2), texts, case.shape, buffers)
+        seen.append(backend.hidden(buffers))
+    assert all(torch.equal(one, seen[0]) for one in seen)
 
 
 @pytest.mark.gpu

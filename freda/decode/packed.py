@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from freda.decode.kernels import pages, pick, prompts, rowwise, skinny
+from freda.decode.kernels import layers, pages, pick, prompts, rowwise, skinny
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
 from freda.decode.pages import BlockTable, ForwardShape, Pages, Pieces
@@ -61,6 +61,7 @@ class Buffers(NamedTuple):
     sums: skinny.Scratch
     attention: pages.Scratch
     queries: Tensor  # (T, heads · width), of prompts
+    whole: layers.Whole | None  # all layers in one launch, where that fits
 
 
 def _few(shape: ForwardShape) -> bool:
@@ -156,13 +157,15 @@ class PackedModel:
         """Memory for a forward of this shape, over texts that are `long` or not."""
         layer, (_, width, _), kind = self.layers[0], self.stacked.out.shape, self.stacked.out.dtype
         tokens, heads, device = shape.tokens, layer.heads, self.stacked.out.device
-        few, exact = _few(shape), torch.float32
+        few, exact, whole = _few(shape), torch.float32, None
+        if few and kind == torch.bfloat16 and not self.few.scales and layers.fits(heads, width, shape, device):
+            whole = layers.new_whole(self.model.config, shape, self.pages.page_size, device)
 
         def empty(*sizes: int, dtype: torch.dtype = kind) -> Tensor:
             return torch.empty(sizes, device=device, dtype=dtype)
 
         return Buffers(
-            stream=skinny.new_stream(tokens, width, device, kind),
+            stream=skinny.new_stream(tokens, width, device, kind, 0 if whole is None else whole.blocks),
             parts=empty(
                 skinny.PROJECT.splits if few else 1, tokens, len(layer.qkv.values), dtype=exact if few else kind
             ),
@@ -171,6 +174,7 @@ class PackedModel:
             sums=skinny.new_scratch(tokens if few else 0, width, device),
             attention=pages.new_scratch(pages.cut_for(heads, shape, long=long), heads, shape, device),
             queries=empty(shape.prompts, heads.heads * heads.width),
+            whole=whole,
         )
 
     def run(
@@ -189,7 +193,10 @@ class PackedModel:
             ids, alpha = torch.cat([ids, pieces.ids.long()]), torch.cat([alpha, alpha.new_ones(shape.prompts)])
         self._embed(ids, alpha, buffers)
         pages.rotary(where, texts, self.model.inv_freq, buffers.attention)
-        if _few(shape):
+        if buffers.whole is not None:
+            rest = buffers.stream, buffers.attention.rotary, buffers.attended, buffers.inner
+            layers.run(buffers.whole, self.stacked._asdict(), self.pages.storage, texts, rest)
+        elif _few(shape):
             self._run_few(where, texts, buffers)
         else:
             self._run_many(where, texts, pieces, buffers)

@@ -50,10 +50,12 @@ def in_bytes(plan: Plan, inner: int) -> Plan:
     return plan._replace(chunk=chunk, stages=3)
 
 
-def new_stream(tokens: int, width: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Stream:
-    """A stream to be written to."""
+def new_stream(
+    tokens: int, width: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, tiles: int = 0
+) -> Stream:
+    """A stream to be written to, in tiles of `add` or in so many."""
     x, scaled = torch.empty(2, tokens, width, device=device, dtype=dtype).unbind()
-    return Stream(x, scaled, torch.zeros(-(-width // RESIDUAL.tile), tokens, device=device))
+    return Stream(x, scaled, torch.zeros(tiles or -(-width // RESIDUAL.tile), tokens, device=device))
 
 
 def embed(ids: Tensor, alpha: Tensor, table: Tensor, blank_id: int, norm: Tensor, out: Stream) -> None:
