@@ -104,6 +104,17 @@ def decoding_traffic() -> str:
     return table((*header, "host, ms per pass"), rows, words=2)
 
 
+def decoding_one() -> str:
+    """One request, by model and context."""
+    rows = []
+    for run in read("bench-one-h200.json")["runs"]:
+        for row in run["rows"]:
+            cells = [f"{row['context']:,}", f"{1e3 * row['seconds_per_forward']:.2f}"]
+            cells += [f"{100 * row['weights_share_of_copy']:.1f}%", f"{row['tokens_per_s']:,.0f}"]
+            rows.append([run["model"].replace("q", "Q"), *cells])
+    return table(("shape", "context", "ms per forward", "share of copy rate", "tokens/s"), rows)
+
+
 def decoding_speed() -> str:
     """Every configuration that was measured alone."""
     *runs, _ = read("bench-decode-h200.json")["runs"]
@@ -197,6 +208,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "training/kernels": training_kernels,
     "training/compare": training_compare,
     "decoding/traffic": decoding_traffic,
+    "decoding/one": decoding_one,
     "decoding/speed": decoding_speed,
     "decoding/kernels": decoding_kernels,
     "decoding/compare": decoding_compare,
