@@ -24,9 +24,11 @@ def panels() -> list[tuple[str, str, Tokens]]:
     packed = torch.cat([torch.arange(8), torch.arange(8)])[None]
     two = (torch.arange(16) // 8)[None]
     clean = attention.clean_tokens(document, position, 4)
-    draft = attention.draft_tokens(document, position, 4)
-    copies = [attention.draft_tokens(document, position, 4, torch.full_like(position, number)) for number in range(2)]
-    pack = attention.concat(attention.draft_tokens(two, packed, 4), attention.clean_tokens(two, packed, 4))
+    draft = attention.draft_tokens(document, position // 4 * 4)
+    copies = [
+        attention.draft_tokens(document, position // 4 * 4, torch.full_like(position, number)) for number in range(2)
+    ]
+    pack = attention.concat(attention.draft_tokens(two, packed // 4 * 4), attention.clean_tokens(two, packed, 4))
     return [
         ("Autoregressive", "one token per block", attention.clean_tokens(document, position, 1)),
         ("Committed text", "block-causal", clean),

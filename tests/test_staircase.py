@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from freda.methods.draft import _is_staircase, clean_mask, draft_mask
+from freda.methods.geometry import Geometry
 from freda.methods.method import Step
 from freda.model import staircase
 from freda.model.attention import Pair, attend, clean_tokens, concat, draft_tokens, pick_backend
@@ -37,7 +38,7 @@ def both(
     length = q.shape[2]
     place = torch.arange(length, device=device).expand(2, -1)
     clean = clean_tokens(torch.zeros_like(place), place, block)
-    mine = draft_tokens(torch.zeros_like(place), place, block)
+    mine = draft_tokens(torch.zeros_like(place), place // block * block)
     dense = dense_mask(mine, concat(clean, mine)) if draft else dense_mask(clean, clean)
     found = []
     for mask, dtype in ((Staircase(block, draft), q.dtype), (dense[:, None], torch.float32)):
@@ -113,14 +114,14 @@ def test_losses_of_whole_rows_are_those_of_the_mask(name: str) -> None:
 def test_which_rows_are_staircases() -> None:
     model = tiny_model(head_dim=64)
     whole, packed = packed_batch([[64], [40]])._replace(one_document=True), packed_batch([[32, 32], [40]])
-    assert not isinstance(clean_mask(model, whole, 4), Staircase)  # nobody asked for it
+    assert not isinstance(clean_mask(model, whole, Geometry(4)), Staircase)  # nobody asked for it
     model.backend = "staircase"
-    assert clean_mask(model, whole, 4) == Staircase(4, draft=False)
-    assert draft_mask(model, whole, 4) == Staircase(4, draft=True)
-    for mask in (clean_mask(model, packed, 4), draft_mask(model, packed, 4)):
+    assert clean_mask(model, whole, Geometry(4)) == Staircase(4, draft=False)
+    assert draft_mask(model, whole, Geometry(4)) == Staircase(4, draft=True)
+    for mask in (clean_mask(model, packed, Geometry(4)), draft_mask(model, packed, Geometry(4))):
         assert isinstance(mask, Tensor), "dense, which has a backward on a CPU"
-    assert not isinstance(draft_mask(model, packed_batch([[8]])._replace(one_document=True), 8), Staircase)
-    assert not isinstance(clean_mask(model, whole, 12), Staircase)
+    assert not isinstance(draft_mask(model, packed_batch([[8]])._replace(one_document=True), Geometry(8)), Staircase)
+    assert not isinstance(clean_mask(model, whole, Geometry(12)), Staircase)
 
 
 @pytest.mark.parametrize(
