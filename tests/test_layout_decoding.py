@@ -199,6 +199,35 @@ def test_pages_of_any_size_are_shared_at_their_border() -> None:
     assert reserved is not None and reserved[1] == 21
 
 
+def test_only_what_is_stored_is_remembered() -> None:
+    """The last known token is not: its page is full one block later."""
+    model = scored(layout="shifted")
+    engine = Engine(model, EngineConfig(max_batch=1, page_size=9, pages=40))
+    found = (
+        (p[:1], engine.run([Request(prompt=p[:1], max_new_tokens=12, threshold=2.0)])[0]) for p in random_prompts(9)
+    )
+    text = next([*prompt, *output.tokens] for prompt, output in found if output.finish == "length")
+    reserved = engine.pages.reserve(engine._prompt_keys(sequence(engine, text[:12])), 12)
+    assert reserved is not None and reserved[1] == 0, "eight of its nine tokens were stored"
+    engine.pages.release(reserved[0])
+    request = Request(prompt=text[:12], max_new_tokens=8)
+    assert engine.run([request])[0].tokens == alone(model, request)[0]
+
+
+def test_prompts_come_in_pieces_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    staged = places.Places._staged
+
+    def counted(self: places.Places, taken: Any, size: int) -> Any:
+        sizes.append(sum(end - begin for _, begin, end in taken))
+        return staged(self, taken, size)
+
+    monkeypatch.setattr(places.Places, "_staged", counted)
+    model, request = scored(layout="shifted"), Request(prompt=list(range(13)), max_new_tokens=5)
+    output = Engine(model, EngineConfig(max_batch=1, page_size=8, pages=9, prefill=5)).run([request])[0]
+    assert sizes == [5, 5, 2] and output.tokens == alone(model, request)[0]
+
+
 def sequence(engine: Engine, prompt: list[int]) -> Any:
     from freda.decode.request import Sequence
 

@@ -108,7 +108,7 @@ class DraftLoss(BlockMethod):
             loss = label_loss(logits, targets, weights)
         else:
             assert clean.hidden is not None
-            teacher = backbone.head(clean.hidden.detach())
+            teacher = backbone.head(clean.hidden)
             taught = targets.counted & ~targets.fill  # the fill is no text of the autoregressive model's
             loss = logits.divergence(teacher, self.teacher_temperature, targets.ids, taught, targets.counted * weights)
         if not self.ar_weight:

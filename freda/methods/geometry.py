@@ -126,7 +126,7 @@ class Geometry(NamedTuple):
         ids, document, fill = (part.roll(-1, dims=1) for part in (batch.tokens, batch.document, batch.fill))
         counted = real & (document == batch.document)
         counted[:, -1] = False
-        return Targets(ids, counted, fill & counted)
+        return Targets(ids, counted, fill)
 
     def by_slot(self, tokens: Tensor) -> Tensor:
         """What belongs to the tokens of packed rows (R, L), at the slots that predict them; 0 where there is none."""
