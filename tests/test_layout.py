@@ -254,15 +254,19 @@ def test_groups_of_rows_share_one_mean(tmp_path: Path) -> None:
     """A step in one group is the step in four, though their rows have labels of both kinds in other proportions."""
     base = small_run(tmp_path / "data", batch_rows=4, group_rows=4, log_every=1, steps=2, lr=1e-2)
     rule = SelfRefine(layout="shifted", ar_weight=2.0, passes=1)
-    losses = []
+    found: dict[int, list[float]] = {}
     for rows in (4, 1):
         config = replace(base, method=rule, train=replace(base.train, group_rows=rows))
         loop.train(config, tmp_path / str(rows))
         lines = [json.loads(line) for line in (tmp_path / str(rows) / "metrics.jsonl").read_text().splitlines()]
-        losses.append([line["loss"] for line in lines if "loss" in line])
+        found[rows] = [line[key] for line in lines if "loss" in line for key in ("loss", "grad_norm")]
         last = next(line["validation"] for line in lines if "validation" in line)
         assert {"loss", "pass1", "ar", "ar_accuracy"} <= last.keys()
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != losses[0][1]
+    run = loop.setup(replace(base, method=rule))
+    (batch,) = loop.read_batches(run, 0)
+    whole = rule.loss(run.parts, batch, Step(base.train.seed, 0, torch.arange(4), 0.0, 1)).detach()
+    assert found[4] == pytest.approx(found[1], rel=1e-4)
+    assert found[4][0] == pytest.approx(float(whole) / rule.counts(batch)[0], rel=1e-5) and found[4][0] != found[4][2]
 
 
 def test_validation_reports_the_clean_half_over_its_own_labels(tmp_path: Path) -> None:
