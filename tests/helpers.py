@@ -190,7 +190,9 @@ def use_ahead(patch: Any) -> None:
 
 
 class Letters(Tokenizer):
-    """Token n is the n-th letter; EOS is the stop token. Only what the engine uses."""
+    """Token n is the n-th letter; EOS is the stop token, and there is no BOS. Only what the engine uses."""
+
+    bos_id = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         pass

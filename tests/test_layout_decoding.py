@@ -131,11 +131,11 @@ def test_no_prompt_tail_and_blocks_where_the_prompt_ends(model: Transformer) -> 
 
 def test_a_text_needs_a_known_token() -> None:
     loaded = scored(layout="shifted")
-    with pytest.raises(FredaError, match=r"the prompt is empty, and the tokenizer has no BOS; self-refine decoding"):
+    with pytest.raises(FredaError, match=r"the prompt is empty, and self-refine decoding here predicts behind a known"):
         run(loaded.parts, loaded.method, [Request(prompt=[])])
 
     class Beginning(Letters):
-        bos_id = 5  # type: ignore[assignment]
+        bos_id = 5
 
     begun = Engine(loaded._replace(tokenizer=Beginning())).run([Request(prompt=[], max_new_tokens=6)])[0]
     assert begun.tokens == alone(loaded, Request(prompt=[5], max_new_tokens=6))[0]

@@ -80,9 +80,10 @@ class Answerer:
         return whole[:shared] or self._before(), whole[shared:]
 
     def _before(self) -> list[int]:
-        """The context of a text's first token: empty, or for an autoregressive model the token that ends a document."""
-        loaded = self.model.loaded
-        return [loaded.tokenizer.eos_id] * loaded.method.geometry.held
+        """The context of a text's first token: empty, or where it is predicted behind a known one, BOS or, if there is
+        none, the token that ends a document."""
+        tokenizer, held = self.model.loaded.tokenizer, self.model.loaded.method.geometry.held
+        return [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id] * held
 
     def _request(self, number: int, context: str, options: dict[str, Any]) -> Request:
         """Translate lm_eval's options. The length is the task's own, at most ours; ours where the task sets none."""

@@ -182,9 +182,8 @@ class Method:
         top = parts.backbone.blank_id
         odd = next((token for token in prompt if not 0 <= token < top), None)
         require(odd is None, f"token id {odd} is BLANK or beyond the vocabulary; use ids 0 to {top - 1}")
-        empty = "the prompt is empty, and the tokenizer has no BOS"
-        known = len(prompt) >= self.geometry.held
-        require(known, f"{empty}; {self.name} decoding predicts behind a known token: begin with one")
+        empty = f"the prompt is empty, and {self.name} decoding here predicts behind a known token"
+        require(len(prompt) >= self.geometry.held, f"{empty}; begin with one, BOS if the tokenizer has it")
 
     def off_device(self, parts: Parts) -> str:
         """Why the GPU's decoding kernels cannot be used, or nothing."""
