@@ -102,7 +102,7 @@ def test_limits_are_measured() -> None:
     ("arguments", "message"),
     [
         ({"shape": "qwen9"}, "there is no shape 'qwen9'; use one of qwen3-0.6b"),
-        ({"method": "dream"}, "method.name is 'dream'; use one of autoregressive"),
+        ({"method": "dream"}, "there is no method 'dream'; use one of autoregressive"),
         ({"seq_len": 62}, "2 documents of whole blocks do not fill 62 tokens"),
     ],
 )

@@ -58,9 +58,7 @@ class Geometry(NamedTuple):
     block: int  # tokens that a pass predicts, B
     shift: int = 0  # 1: a slot predicts the next token
     causal: bool = False  # the context is causal
-    drafts: bool = (
-        True  # False: no slots; a pass predicts behind the last committed token, in the forward that stores it
-    )
+    drafts: bool = True  # False: there are no slots; a pass predicts behind the last committed token, as it stores it
 
     @property
     def context(self) -> int:
