@@ -16,10 +16,13 @@ test: $(TOOLS)  ## format check, lint, then types beside the tests, which are tw
 	    OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder; \
 	    tests=$$?; wait $$types && exit $$tests
 
-smoke: $(TOOLS)  ## the experiments of experiments/mini end to end, too small to learn anything: 2 to 3 minutes
+smoke: $(TOOLS)  ## the experiments of experiments/mini end to end, too small to learn anything: some minutes
 	rm -rf runs/smoke
 	for script in train compute ablations sweep; do \
 	    FREDA=$(abspath $(BIN)/freda) experiments/mini/$$script.sh --smoke || exit 1; \
+	done
+	for claim in layouts parts scorer; do \
+	    FREDA=$(abspath $(BIN)/freda) experiments/mini/claim.sh $$claim --smoke || exit 1; \
 	done
 	FREDA=$(abspath $(BIN)/freda) PYTHON=$(abspath $(BIN)/python) LIMIT=4 ASSETS=$(abspath runs/smoke/assets) \
 	    experiments/mini/ship.sh --smoke

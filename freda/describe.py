@@ -15,6 +15,7 @@ from freda.errors import missing_package, require
 from freda.files import read_json
 from freda.folders.hugging_face import family_of
 from freda.folders.model_folder import load_model, missing_model, model_path, resolve_model_folder
+from freda.methods.blocks import described
 from freda.train.metrics import read_metrics
 
 SHOWN_TOKENS = 60  # of the first document
@@ -48,11 +49,12 @@ def _model(path: Path) -> str:
     stored = config["freda"].get("stored_as", config.get("dtype", "float32"))
     scorer = ", a scorer among them" if loaded.scorer is not None else ""
     heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, {'tied' if shape.tied else 'untied'} head"
+    layout = f" in {described(method.geometry)}" if method.geometry.drafts else ""
     blank = f"BLANK is id {loaded.tokenizer.blank_id} of {shape.vocab_size} rows"
     return f"""model {path}
   {family_of(shape).architecture}, {count:,} parameters{scorer}, stored as {stored}, stage {loaded.stage}
   {shape.layers} layers of width {shape.dim}, {heads}
-  method {method.name}, blocks of {method.block_size}, {blank}"""
+  method {method.name}, blocks of {method.block_size}{layout}, {blank}"""
 
 
 def _run(path: Path) -> str:

@@ -21,9 +21,10 @@ from freda.errors import FredaError, require
 NAMED = ("source", "benchmark", "system")  # sections of many tables, each with a name of the user's: [source.math]
 
 
-def knob(default: Any, help: str, *, stored: bool = False) -> Any:
-    """A config field: its default and the one line that documents it. `stored` settings are kept in model folders."""
-    return dataclasses.field(default=default, metadata={"help": help, "stored": stored})
+def knob(default: Any, help: str, **about: Any) -> Any:
+    """A config field: its default and the one line that documents it. Settings that are `stored=True` are kept in model
+    folders; one that came later is what it is `absent=` where a folder does not have it."""
+    return dataclasses.field(default=default, metadata={"help": help, **about})
 
 
 def require_at_least(least: int, config: Any, section: str, *names: str) -> None:
@@ -133,7 +134,7 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
         choices = typing.get_args(hint)
         require(value in choices, f"{name} is {value!r}; use one of {', '.join(map(str, choices))}")
         return value
-    if isinstance(hint, types.UnionType):  # only `X | None` is used
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # only `X | None` is used
         return value if value is None else _checked(typing.get_args(hint)[0], value, name)
     if typing.get_origin(hint) is tuple:  # only `tuple[X, ...]` is used; one X alone is a list of one
         items = value if isinstance(value, list | tuple) else [value]

@@ -75,6 +75,11 @@ TRANSFORMERS_CASES = {
     "llama-untied": ("Llama", {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": False}),
     "llama3-tied": ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
 }
+LAYOUTS: dict[str, dict[str, Any]] = {  # besides the paper's: settings of a block method
+    "shifted": {"layout": "shifted"},
+    "only shifted": {"layout": "shifted", "context": "block"},
+    "only causal": {"context": "causal"},
+}
 EASY = MiniConfig(documents=200, validation_documents=10)
 CONTEXT = multiprocessing.get_context("forkserver")  # a server imports torch once, and ranks fork from it
 CONTEXT.set_forkserver_preload(["freda.train.loop", "torch._dynamo", "tests.helpers"])  # training imports the second
@@ -185,7 +190,9 @@ def use_ahead(patch: Any) -> None:
 
 
 class Letters(Tokenizer):
-    """Token n is the n-th letter; EOS is the stop token. Only what the engine uses."""
+    """Token n is the n-th letter; EOS is the stop token, and there is no BOS. Only what the engine uses."""
+
+    bos_id = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         pass
@@ -198,11 +205,10 @@ class Letters(Tokenizer):
         return "".join("." if token == EOS else chr(ord("a") + token) for token in ids)
 
 
-def scored(name: str = "self-refine", *, last_layer: bool = False, block_size: int = 4) -> LoadedModel:
+def scored(name: str = "self-refine", *, last_layer: bool = False, block_size: int = 4, **settings: Any) -> LoadedModel:
     """A tiny model with a scorer and letters for tokens."""
-    return LoadedModel(
-        scored_model(scale=0.3, last_layer=last_layer), Letters(), method(name, block_size=block_size), "test"
-    )
+    rule = method(name, block_size=block_size, **settings)
+    return LoadedModel(scored_model(scale=0.3, last_layer=last_layer), Letters(), rule, "test")
 
 
 def random_prompts(count: int, seed: int = 0) -> list[list[int]]:

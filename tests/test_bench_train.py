@@ -15,7 +15,7 @@ from freda.cli import run
 from freda.data.loader import Batch
 from freda.errors import FredaError
 from freda.methods import METHODS
-from freda.methods.method import Method, Step, visible_pairs
+from freda.methods.method import Method, Step
 from freda.model.parts import Parts
 from freda.model.shapes import SHAPES
 from freda.train import loop
@@ -59,7 +59,8 @@ def test_every_method_is_measured_with_the_passes_asked_for(name: str, monkeypat
     pieces = seen.count(1)
     assert row["passes"] == 4 and seen.count(4) >= 4 and set(seen) <= {1, 4}
     assert bool(pieces) == bool(found["parts"]) == METHODS[name].refines, "only drafts have passes as pieces"
-    expected = METHODS[name]().flops(SHAPES["tiny"], 64, 2 * visible_pairs([32], 4), 4)
+    rule = METHODS[name]()
+    expected = rule.flops(SHAPES["tiny"], rule.geometry.size([32]).times(2), 4)
     assert row["tflops"] == pytest.approx(expected / 1e12)
 
 
@@ -101,7 +102,7 @@ def test_limits_are_measured() -> None:
     ("arguments", "message"),
     [
         ({"shape": "qwen9"}, "there is no shape 'qwen9'; use one of qwen3-0.6b"),
-        ({"method": "dream"}, "method.name is 'dream'; use one of autoregressive"),
+        ({"method": "dream"}, "there is no method 'dream'; use one of autoregressive"),
         ({"seq_len": 62}, "2 documents of whole blocks do not fill 62 tokens"),
     ],
 )

@@ -18,8 +18,8 @@ from freda.data.loader import Loader
 from freda.data.shards import Documents, Manifest
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.api import Model
-from freda.decode.config import DecodeConfig
 from freda.errors import FredaError
+from freda.eval.config import EvalSettings
 from freda.eval.evaluate import evaluate
 from freda.eval.report.results import read_samples
 from freda.eval.tasks import TASKS
@@ -183,7 +183,7 @@ def evaluated(tmp_path: Path) -> Path:
     model = Model(load_model(tmp_path / "model"))
     write_shards(tmp_path / "data")
     examples = TASKS["sums"].examples(tmp_path / "data", 4)
-    evaluate(model, TASKS["sums"], examples, tmp_path / "eval", settings=DecodeConfig(max_new_tokens=8, passes=2))
+    evaluate(model, TASKS["sums"], examples, tmp_path / "eval", settings=EvalSettings(max_new_tokens=8, passes=2))
     path = tmp_path / "eval" / "samples.jsonl"
     head, *samples = (json.loads(line) for line in path.read_text().splitlines())
     head = {key: head[key] for key in ("task", "n", "shots", "checksum", "method", "model", "dtype", "version")}
@@ -218,7 +218,7 @@ def test_a_stopped_evaluation_is_resumed(evaluated: Path) -> None:
         TASKS["sums"],
         examples,
         evaluated / "eval",
-        settings=DecodeConfig(max_new_tokens=8, passes=2),
+        settings=EvalSettings(max_new_tokens=8, passes=2),
         progress=lambda done, total, accuracy: seen.append(done),
     )
     assert seen[0] == 2 and found["n"] == 4

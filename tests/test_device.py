@@ -24,7 +24,7 @@ from freda.decode.places import Places, rounded
 from freda.decode.plain import PlainModel
 from freda.decode.request import Event, Pass, Request
 from freda.folders.model_folder import LoadedModel
-from freda.methods import METHODS
+from freda.methods import METHODS, method_like
 from freda.methods.method import Method
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
@@ -368,15 +368,14 @@ def test_what_the_kernels_are_not_made_for() -> None:
 # -- on a GPU: kernels and graphs ------------------------------------------------------------------------------------
 
 
-def gpu_model(name: str, dtype: torch.dtype, **shape: Any) -> LoadedModel:
-    sizes = {"dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_dim": 512, "layers": 3, **shape}
-    model = tiny_model(**sizes)
+def gpu_model(rule: Method, dtype: torch.dtype) -> LoadedModel:
+    model = tiny_model(dim=256, heads=4, kv_heads=2, head_dim=64, ffn_dim=512, layers=3)
     scorer = Scorer(model.config)
     init_weights(scorer, 0, model)
     for part in (model, scorer):
         part.to("cuda", dtype)
         part.inv_freq = part.inv_freq.float()
-    return LoadedModel(Parts(model, scorer), Letters(), method(name, block_size=4), "test")
+    return LoadedModel(Parts(model, scorer), Letters(), rule, "test")
 
 
 @pytest.mark.gpu
@@ -384,8 +383,8 @@ def gpu_model(name: str, dtype: torch.dtype, **shape: Any) -> LoadedModel:
 @pytest.mark.parametrize(
     ("dtype", "most"), [(torch.float32, 24), (torch.float32, 3), (torch.bfloat16, 24)], ids=["fp32", "compiled", "bf16"]
 )
-@pytest.mark.parametrize("name", ALL)
-def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most: int) -> None:
+@pytest.mark.parametrize("rule", [*ALL, *(f"{name}:layout=shifted" for name in ALL[1:])])
+def test_sixty_four_mixed_requests_on_a_gpu(rule: str, dtype: torch.dtype, most: int) -> None:
     """In fp32 kernels and graphs give the texts of the reference loop, sampled ones, too. In bf16 they round less often
     than the plain model does, and texts part where two tokens are nearly as good: they are to be as close to what
     the same weights write in fp32 as the plain model's are."""
@@ -394,9 +393,9 @@ def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most:
     def kernels(parts: Parts, rule: Method, pages: Pages) -> PackedModel:
         return PackedModel(parts.backbone, pages)
 
-    model = gpu_model(name, dtype)
+    model = gpu_model(method_like(rule), dtype)
     asked = [Request(prompt=p, **mixed_settings(n)) for n, p in enumerate(random_prompts(64, seed=4))]
-    exact = gpu_model(name, dtype).parts
+    exact = gpu_model(method_like(rule), dtype).parts
     for part in (exact.backbone, exact.scorer):
         assert part is not None
         part.float()
@@ -407,5 +406,5 @@ def test_sixty_four_mixed_requests_on_a_gpu(name: str, dtype: torch.dtype, most:
         outputs = engine.run(asked)
         assert engine.on_device == (backend is kernels) and engine.pages.available == 300
         same[backend is kernels] = sum(one.tokens == two.tokens for one, two in zip(outputs, wanted, strict=True))
-    print(f"{name}, {dtype}: of 64 texts {same[True]} are the same, {same[False]} of the plain engine")
+    print(f"{rule}, {dtype}: of 64 texts {same[True]} are the same, {same[False]} of the plain engine")
     assert same[True] >= (64 if dtype == torch.float32 else same[False] - 12)

@@ -39,6 +39,8 @@ from tests.helpers import method, write_stand_in
 ROOT = Path(__file__).parent.parent
 SCRIPTS, CONFIGS = ROOT / "experiments" / "mini", ROOT / "configs" / "mini"
 CLAIMS = ("a", "b", "c", "d", "e", "f", "compute")
+LAYOUT_CLAIMS = ("layouts", "layouts-compute", "parts", "blocks", "speed", "scorer")
+TRAININGS = ("train.sh", "compute.sh", "ablations.sh", "layouts.sh")
 
 # Writes its arguments down, and makes what the scripts look for. A run whose folder is $BROKEN fails.
 PROGRAM = """#!/bin/bash
@@ -136,14 +138,62 @@ def test_every_ablation_changes_what_it_says(work: Path) -> None:
 
 
 def test_sweeps_name_what_the_scripts_train(work: Path) -> None:
-    calls = [call for script in ("train.sh", "compute.sh", "ablations.sh") for call in called(work, script)]
+    calls = [call for script in TRAININGS for call in called(work, script)]
     trained = {f"runs/mini-suite/{name}" for name in runs(calls)}
     named = set()
-    for claim in CLAIMS:
+    for claim in (*CLAIMS, *LAYOUT_CLAIMS):
         for name, system in load_sweep(CONFIGS / f"sweep-{claim}.toml").system.items():
             assert system.models == tuple(f"runs/mini-suite/{seed}/{name}" for seed in range(3))
             named |= set(system.models)
     assert named == trained
+
+
+def test_layouts_differ_by_their_settings_alone(work: Path) -> None:
+    called(work, "train.sh")
+    found = runs(called(work, "layouts.sh", SEEDS="5"))
+    changed = {
+        name.removeprefix("5/"): {
+            key: value for key, value in vars(run.method).items() if value != getattr(method(run.method.name), key)
+        }
+        for name, run in found.items()
+    }
+    shifted = {"layout": "shifted", "ar_weight": 0.5}
+    strong = {"noise_min": 0.3}
+    expected: dict[str, dict[str, object]] = {
+        "every-level": {},
+        "shifted-every-level": shifted,
+        "only-shifted": {"layout": "shifted", "context": "block"},
+        "only-causal": {"context": "causal"},
+        "shifted-hard": {**shifted, "feedback": "hard"},
+        "shifted-block-diffusion-compute": {**shifted, **strong},
+        "shifted-best-of-n": {"layout": "shifted"},
+        "shifted-best-of-n-of-8": {"layout": "shifted", "block_size": 8},
+        "shifted-best-of-n-hard": {"layout": "shifted", "feedback": "hard"},
+    }
+    for name, more in (("self-refine", {}), ("block-diffusion", strong)):
+        expected |= {f"shifted-{name}": {**shifted, **more}, f"shifted-{name}-no-ar": {"layout": "shifted", **more}}
+        expected |= {f"shifted-{name}-taught": {**shifted, "teacher": "clean", **more}}
+        for size in (8, 16):
+            expected[f"{name}-of-{size}"] = {"block_size": size, **more}
+            expected[f"shifted-{name}-of-{size}"] = {**shifted, "block_size": size, **more}
+    assert changed == expected
+    base = configs.load(CONFIGS / "self-refine.toml", ["train.seed=5", "train.init=runs/mini-suite/5/base"])
+    for name, run in found.items():
+        if "best-of-n" not in name and "compute" not in name:
+            assert replace(run, method=base.method) == base, f"{name}: same base, rows, order, optimizer and steps"
+
+
+def test_one_command_trains_and_measures_a_claim(work: Path) -> None:
+    calls = called(work, "claim.sh", "layouts", SEEDS="3")
+    names = {name.removeprefix("3/") for name in runs(calls)}
+    assert {"base", "every-level", "shifted-best-of-n", "shifted-self-refine"} <= names and "only-causal" not in names
+    assert calls[0][0] == "prepare" and calls[-1][0] == "sweep" and (work / "results/mini/layouts.json").is_file()
+    file = load_sweep(Path(calls[-1][1]), settings(calls[-1]))
+    for system in file.system.values():
+        assert {model.removeprefix("runs/mini-suite/3/") for model in system.models} <= names, "all of it is trained"
+    assert called(work, "claim.sh", "nothing", fails=True) == []
+    small = runs(called(work, "claim.sh", "parts", "--smoke", SEEDS="4"))
+    assert all(run.train.steps <= 5 and run.train.device == "cpu" for run in small.values()) and len(small) == 11
 
 
 def test_sweeps_follow_the_seeds(work: Path) -> None:

@@ -107,7 +107,7 @@ def naive_pass(model: Transformer, clean: list[int], ids: torch.Tensor, alpha: t
     zero = torch.zeros_like(position)
     rows = concat(
         clean_tokens(zero[:, : len(clean)], position[:, : len(clean)], 4),
-        draft_tokens(zero[:, len(clean) :], position[:, len(clean) :], 4),
+        draft_tokens(zero[:, len(clean) :], zero[:, len(clean) :] + len(clean)),
     )
     x = torch.cat([model.embed_tokens(torch.tensor([clean])), soft_embedding(model, ids, alpha)], dim=1)
     hidden, _, _ = model(x, position, make_mask(rows, rows, "sdpa"))

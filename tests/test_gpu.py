@@ -18,6 +18,7 @@ from freda.data.prepare import prepare_corpus
 from freda.decode.generate import generate
 from freda.decode.request import Request
 from freda.folders.model_folder import About
+from freda.methods import method_like
 from freda.methods.best_of_n import BestOfN
 from freda.methods.draft import likeliest
 from freda.methods.method import Step
@@ -30,18 +31,19 @@ from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.optim import make_optimizer
 from freda.train.parallel import shard
 from freda.train.setup import compile_layers
-from tests.helpers import EOS, method, packed_batch, tiny_model
+from tests.helpers import EOS, packed_batch, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
 ALL = ["autoregressive", "block-diffusion", "self-refine", "best-of-n"]
+SHIFTED = ["block-diffusion:layout=shifted,ar_weight=0.5", "self-refine:layout=shifted,ar_weight=0.5,teacher=clean"]
 
 
 def model_for(name: str, **shape: object) -> Parts:
     """A tiny model; for Best-of-N with a frozen backbone and a scorer that has a last layer of its own."""
     model = tiny_model(**shape)  # type: ignore[arg-type]
-    if name == "best-of-n":
+    if name.startswith("best-of-n"):
         scorer = Scorer(model.config, last_layer=True)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -52,7 +54,7 @@ def model_for(name: str, **shape: object) -> Parts:
     return Parts(model)
 
 
-@pytest.mark.parametrize("name", ALL[:3])
+@pytest.mark.parametrize("name", [*ALL[:3], *SHIFTED])
 def test_flex_equals_sdpa_with_gradients(name: str) -> None:
     """The fast attention against the dense one: loss and every gradient, over packed documents and padding."""
     batch = packed_batch([[64, 128, 32], [200, 16], [96]]).map(Tensor.cuda)
@@ -61,7 +63,7 @@ def test_flex_equals_sdpa_with_gradients(name: str) -> None:
     for backend in ("sdpa", "flex"):
         parts = model_for(name, head_dim=32).cuda()
         parts.backbone.backend = backend  # type: ignore[assignment]
-        loss = method(name).loss(parts, batch, step)
+        loss = method_like(name).loss(parts, batch, step)
         loss.backward()  # type: ignore[no-untyped-call]
         found[backend] = (loss.item(), {n: w.grad for n, w in parts.named_parameters() if w.requires_grad})
     assert found["flex"][0] == pytest.approx(found["sdpa"][0], rel=1e-4)
@@ -92,7 +94,7 @@ def test_flex_equals_sdpa_for_packed_slots() -> None:
         assert error < 5e-3, f"{key}: {error}"
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, *(f"{name}:layout=shifted" for name in ALL[1:])])
 def test_generation_equals_the_cpu(name: str) -> None:
     parts = model_for(name)
     generator = torch.Generator().manual_seed(3)
@@ -100,7 +102,7 @@ def test_generation_equals_the_cpu(name: str) -> None:
     asked = [Request(prompt=p, max_new_tokens=20, threshold=0.3, temperature=t) for p in prompts for t in (0.0, 1.0)]
     texts = []
     for device in ("cpu", "cuda"):
-        outputs = generate(parts.to(device), method(name), asked, stop_ids=[EOS])
+        outputs = generate(parts.to(device), method_like(name), asked, stop_ids=[EOS])
         texts.append([(output.tokens, output.nfe) for output in outputs])
     assert texts[0] == texts[1]
 
@@ -203,6 +205,22 @@ def test_the_loss_kernel_equals_its_plain_twin(rows: int, columns: int, vocabula
     assert not found[1][:, vocabulary:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_divergence_from_a_teacher_is_that_of_the_cpu(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, states, weight = (torch.randn(*s, generator=generator).to(dtype) for s in ((96, 64), (96, 64), (320, 64)))
+    labels, taught = torch.randint(0, 300, (96,), generator=generator), torch.rand(96, generator=generator) < 0.7
+    found = []
+    for device in ("cpu", "cuda"):
+        logits = head.Logits(*(part.to(device).requires_grad_(True) for part in (hidden, weight)), 300)
+        others = (labels.to(device), taught.to(device), torch.ones(96, device=device))
+        loss = logits.divergence(logits._replace(hidden=states.to(device)), 0.7, *others)
+        loss.backward()  # type: ignore[no-untyped-call]
+        found.append([loss.detach().cpu(), logits.hidden.grad.cpu(), logits.weight.grad.cpu()])  # type: ignore[union-attr]
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * one.float().norm()
+
+
 def test_loss_and_tokens_by_chunks_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     hidden, weight = (torch.randn(*s, device="cuda", generator=generator).bfloat16() for s in ((3, 64, 96), (320, 96)))
@@ -223,7 +241,7 @@ def test_loss_and_tokens_by_chunks_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(found[0][2], plain.weight.grad, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize("name", ["self-refine", "block-diffusion", "best-of-n"])
+@pytest.mark.parametrize("name", ["self-refine", "block-diffusion", "best-of-n", *SHIFTED])
 def test_compiled_layers_equal_eager_ones(name: str) -> None:
     """Rows long enough for the one product of queries, keys and values, and for compiled masks; new masks each time."""
     found: dict[bool, list[float]] = {True: [], False: []}
@@ -235,7 +253,7 @@ def test_compiled_layers_equal_eager_ones(name: str) -> None:
         for seed, lengths in enumerate(([[1024, 1024], [2048]], [[512, 1536], [1024, 960]])):
             batch = packed_batch(lengths, seed).map(Tensor.cuda)
             step = Step(seed=1, step=seed, row=torch.arange(2), progress=0.0, passes=2)
-            loss = method(name).loss(parts, batch, step)
+            loss = method_like(name).loss(parts, batch, step)
             loss.backward()  # type: ignore[no-untyped-call]
             norm = torch.nn.utils.get_total_norm([w.grad for w in parts.parameters() if w.grad is not None])
             found[compiled] += [loss.item(), norm.item()]

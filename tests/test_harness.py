@@ -17,8 +17,9 @@ import torch
 from freda.cli import run
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.api import Model
-from freda.decode.config import DecodeConfig, EngineConfig
+from freda.decode.config import EngineConfig
 from freda.errors import FredaError
+from freda.eval.config import EvalSettings
 from freda.eval.evaluate import evaluate
 from freda.eval.harness import harness_line, make_lm, run_task
 from freda.eval.likelihood import log_likelihood
@@ -34,7 +35,7 @@ from tests.helpers import loaded_by, method, save_model
 
 pytest.importorskip("lm_eval")
 
-SHORT = DecodeConfig(max_new_tokens=24, passes=2, threshold=0.3)
+SHORT = EvalSettings(max_new_tokens=24, passes=2, threshold=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def test_texts_stop_at_the_first_of_all_stops(models: dict[str, LoadedModel]) ->
 
 
 def test_lengths_are_the_tasks_or_ours_and_never_those_of_lm_eval(models: dict[str, LoadedModel]) -> None:
-    def tokens(settings: DecodeConfig, options: dict[str, Any]) -> int:
+    def tokens(settings: EvalSettings, options: dict[str, Any]) -> int:
         lm = make_lm(Model(models["autoregressive"]), settings)
         lm.generate_until(instances(("Q: What", {"until": [], **options})))
         return len(lm.outputs[0].tokens)

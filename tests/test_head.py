@@ -50,6 +50,27 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits(dtype: torch.dtype) 
 
 
 @pytest.mark.usefixtures("many_or_few")
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_divergence_and_its_gradients_are_those_of_all_logits(temperature: float) -> None:
+    """From a teacher where it teaches, from labels elsewhere; the teacher's weights learn as the pupil's head alone."""
+    labels, weights = torch.arange(14).view(2, 7), torch.linspace(0, 2, 14).view(2, 7)
+    taught = torch.arange(14).view(2, 7) % 3 > 0
+    found, plain = some_logits(learn=True), some_logits(learn=True)
+    states = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+    loss = found.divergence(found._replace(hidden=states), temperature, labels, taught, weights)
+    (loss / 7).backward()  # type: ignore[no-untyped-call]
+    target = (plain._replace(hidden=states).all() / temperature).softmax(-1).detach()
+    target = torch.where(taught[..., None], target, F.one_hot(labels, 29).float())
+    losses = F.kl_div(plain.all().log_softmax(-1), target, reduction="none").sum(-1)
+    expected = (losses * weights).sum()
+    (expected / 7).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected)
+    assert states.grad is None
+    for ours, theirs in ((found.hidden, plain.hidden), (found.weight, plain.weight)):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("many_or_few")
 def test_chunks_keep_the_order_of_positions() -> None:
     logits = some_logits()
     best = likeliest(logits, (7, 2))

@@ -18,6 +18,7 @@ from freda.decode.request import Request
 from freda.methods.autoregressive import Autoregressive, next_token_logits
 from freda.methods.block_diffusion import BlockDiffusion
 from freda.methods.draft import clean_half, draft_logits, label_loss, soft_embedding
+from freda.methods.geometry import Geometry
 from freda.methods.method import Step
 from freda.methods.self_refine import SelfRefine, sampled
 from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
@@ -26,6 +27,7 @@ from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 from tests.helpers import BLANK, EOS, method, packed_batch
 
+PAPER = Geometry(4)
 NOISELESS: dict[str, dict[str, Any]] = {  # losses without noise that depends on the place in a row
     "autoregressive": {},
     "block-diffusion": {"noise_min": 1.0},
@@ -40,7 +42,7 @@ def at(batch: Batch, passes: int = 1, step: int = 0, progress: float = 0.0) -> S
 def single_forward_logits(model: Transformer, x: Tensor, batch: Batch, size: int = 4) -> Logits:
     """The paper's forward: [draft | clean] in one sequence under one mask. The oracle of M7."""
     tokens = concat(
-        draft_tokens(batch.document, batch.position, size), clean_tokens(batch.document, batch.position, size)
+        draft_tokens(batch.document, batch.position // size * size), clean_tokens(batch.document, batch.position, size)
     )
     both = torch.cat([x, model.embed_tokens(batch.tokens)], dim=1)
     hidden, _, _ = model(both, torch.cat([batch.position] * 2, dim=1), make_mask(tokens, tokens, "sdpa"))
@@ -62,10 +64,10 @@ def random_draft(model: Transformer, batch: Batch) -> Tensor:
 
 def test_clean_half_as_cache_equals_the_single_forward(model: Transformer, batch: Batch) -> None:
     real = batch.document >= 0
-    cached = draft_logits(model, random_draft(model, batch), clean_half(model, batch, 4))
+    cached = draft_logits(model, random_draft(model, batch), clean_half(model, batch, PAPER))
     single = single_forward_logits(model, random_draft(model, batch), batch)
     torch.testing.assert_close(cached.all()[real], single.all()[real])
-    got, expected = (gradients(model, label_loss(logits, batch)) for logits in (cached, single))
+    got, expected = (gradients(model, label_loss(logits, PAPER.targets(batch))) for logits in (cached, single))
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4, msg=name)
@@ -75,7 +77,7 @@ def test_draft_equal_to_the_clean_text_gives_the_block_causal_forward(model: Tra
     tokens = clean_tokens(batch.document, batch.position, 4)
     with torch.no_grad():
         hidden, _, _ = model(model.embed_tokens(batch.tokens), batch.position, make_mask(tokens, tokens, "sdpa"))
-        doubled = draft_logits(model, model.embed_tokens(batch.tokens), clean_half(model, batch, 4))
+        doubled = draft_logits(model, model.embed_tokens(batch.tokens), clean_half(model, batch, PAPER))
     torch.testing.assert_close(doubled.all(), model.logits(hidden))
 
 
@@ -86,13 +88,13 @@ def test_gradient_of_a_step_is_that_of_its_last_pass_on_a_fixed_draft(
     step = at(batch, passes=3)
     got = gradients(model, settings.loss(Parts(model), batch, step))
     with torch.no_grad():
-        clean = clean_half(model, batch, 4)
+        clean = clean_half(model, batch, PAPER)
         draft = settings.initial_draft(model, batch, step)
         for _ in range(2):
             _, draft = settings.refine(model, clean, draft)
     ids, alpha = (part.view_as(batch.tokens) for part in settings.rows(draft))
     logits = single_forward_logits(model, soft_embedding(model, ids, alpha), batch)
-    expected = gradients(model, label_loss(logits, batch))
+    expected = gradients(model, label_loss(logits, PAPER.targets(batch)))
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4, msg=name)
     earlier = gradients(model, settings.loss(Parts(model), batch, at(batch, passes=2)))
@@ -133,12 +135,12 @@ def test_memory_does_not_grow_with_the_passes(model: Transformer, batch: Batch, 
 
 
 def _through_time(model: Transformer, batch: Batch, settings: SelfRefine) -> Tensor:
-    clean = clean_half(model, batch, 4)
+    clean = clean_half(model, batch, PAPER)
     draft = settings.blank_draft(model, batch)
     total = torch.zeros(())
     for _ in range(4):
         logits, draft = settings.refine(model, clean, draft)
-        total = total + label_loss(logits, batch)
+        total = total + label_loss(logits, PAPER.targets(batch))
     return total
 
 
@@ -149,7 +151,7 @@ def test_training_drafts_are_decoding_drafts(model: Transformer, passes: int, sw
     settings = SelfRefine(block_size=4, **switch)  # type: ignore[arg-type]
     batch = packed_batch([[12, 16], [20, 8]])
     with torch.no_grad():
-        clean = clean_half(model, batch, 4)
+        clean = clean_half(model, batch, PAPER)
         draft = settings.blank_draft(model, batch)
         for _ in range(passes):
             _, draft = settings.refine(model, clean, draft)
@@ -193,14 +195,14 @@ def test_future_text_is_invisible(model: Transformer) -> None:
     changed = batch._replace(tokens=torch.cat([batch.tokens[:, :8], (batch.tokens[:, 8:] + 1) % EOS], dim=1))
     with torch.no_grad():
         x = random_draft(model, batch)
-        before, after = (draft_logits(model, x, clean_half(model, b, 4)).all() for b in (batch, changed))
+        before, after = (draft_logits(model, x, clean_half(model, b, PAPER)).all() for b in (batch, changed))
     assert torch.equal(before[:, :12], after[:, :12])
     assert not torch.allclose(before[:, 12:], after[:, 12:])
 
 
 def test_autoregressive_loss_skips_fill_and_document_starts(model: Transformer) -> None:
     batch = packed_batch([[8, 4]])
-    assert Autoregressive().labels(batch)[0].int().tolist() == [0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0]
+    assert Autoregressive().labels(batch)[0].int().tolist() == [1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0, 0]
     with torch.no_grad():
         logits = next_token_logits(Parts(model), batch).all().log_softmax(-1)[0]
     expected = -sum(logits[place - 1, batch.tokens[0, place]] for place in (1, 2, 3, 4, 5, 6, 9, 10))
@@ -264,7 +266,7 @@ def test_sampled_drafts_follow_the_marginals_and_change_from_pass_to_pass(model:
     batch = batch._replace(tokens=batch.tokens[:1].expand_as(batch.tokens).contiguous())  # the same row, 200 times
     config = SelfRefine(block_size=4, drafts="sampled")
     with torch.no_grad():
-        clean = clean_half(model, batch, 4)
+        clean = clean_half(model, batch, PAPER)
         blank = config.blank_draft(model, batch)
         logits = config.pass_logits(model, clean, blank)
         draft = config.training_pass(model, clean, blank, at(batch))

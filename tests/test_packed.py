@@ -34,15 +34,16 @@ class Case(NamedTuple):
     packed: int = 0  # blocks in the forward; 0: all of them, in order
     absent: tuple[tuple[int, int], ...] = ()  # (request, block) that are not in a packed forward
     few: bool = True  # the products are those of few tokens
+    causal: bool = False  # committed text, as in the shifted layout
 
     @property
     def shape(self) -> ForwardShape:
         rows = len(self.stored)
-        return ForwardShape(rows, self.block, self.blocks, self.packed or rows * self.blocks)
+        return ForwardShape(rows, self.block, self.blocks, self.packed or rows * self.blocks, causal=self.causal)
 
     def where(self, generator: torch.Generator) -> Tensor:
         """The places of all blocks (R, J); packed ones are in any order, with padding anywhere among them."""
-        rows, _, blocks, packed, _ = self.shape
+        rows, _, blocks, packed, *_ = self.shape
         if self.shape.dense:
             return torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks)
         where = torch.full((rows, blocks), -1, dtype=torch.int32)
@@ -66,16 +67,16 @@ CASES = [
     Case({"kv_heads": 2}, 4, 3, [0, 36], [0, 4]),  # every head has its own keys
     Case({}, 4, 3, [20, 0, 36, 60], [4, 4, 0, 0], packed=9, absent=((1, 2), (3, 1), (3, 2))),  # the last one waits
     Case(FOUR, 2, 2, [6, 12, 30], [0, 2, 2], packed=5, few=False),
+    Case(FOUR, 4, 3, [21, 7], [4, 0], causal=True),  # texts of any length
+    Case({}, 4, 2, [0, 33, 18], [4, 4, 0], packed=5, few=False, causal=True),
 ]
 WIDE = {"dim": 256, "heads": 8, "kv_heads": 2, "head_dim": 128, "ffn_dim": 640}
 EVERY = [
     *CASES,
     # On a GPU, one request in one launch:
     Case(WIDE, 4, 2, [200], [4]),
-    Case(
-        {"heads": 8, "kv_heads": 8, "dim": 512, "ffn_dim": 1536}, 4, 2, [2500], [0]
-    ),  # more keys than warps take at once
-    Case({**WIDE, "qk_norm": False, "qkv_bias": True}, 2, 3, [37], [2]),
+    Case({"heads": 8, "kv_heads": 8, "dim": 512, "ffn_dim": 1536}, 4, 2, [2500], [0]),  # more than warps take at once
+    Case({**WIDE, "qk_norm": False, "qkv_bias": True}, 2, 3, [37], [2], causal=True),
 ]
 PLAIN = (
     0,
@@ -213,9 +214,10 @@ def error(one: Tensor, two: Tensor) -> float:
     return ((one - two).float().norm() / two.float().norm()).item()
 
 
-def compare_fill(device: str, dtype: torch.dtype, **sizes: Any) -> float:
+def compare_fill(device: str, dtype: torch.dtype, *, causal: bool = False, **sizes: Any) -> float:
     """The error of all pages after pieces of three prompts, one of which begins here, with padding among them; first
-    alone, then with the first blocks behind these prompts in the same forward, and the error of what these become."""
+    alone, then with the first blocks behind these prompts in the same forward, and the error of what these become.
+    Causal pieces begin and end anywhere."""
     from freda.decode.kernels import prompts
     from freda.decode.packed import PackedModel
 
@@ -225,15 +227,16 @@ def compare_fill(device: str, dtype: torch.dtype, **sizes: Any) -> float:
     small = {"MOST_ROWS": 32, "CHUNK": 16} if device == "cpu" else {}
     tile = 20 if small else PIECE_TILE
     tokens, tiles = [(-1, 0)], [(0, 0)]
-    for row, begin, end in ((0, 0, 12), (2, 36, 68), (1, 48, 52)):
+    ends = [11, 51, 65] if causal else [12, 52, 68]
+    for row, begin, end in ((0, 0, ends[0]), (2, ends[2] - 32, ends[2]), (1, ends[1] - 4, ends[1])):
         tiles += [(len(tokens) + at - begin, min(tile, end - at)) for at in range(begin, end, tile)]
         tokens += [(position, row) for position in range(begin, end)] + [(-1, 0)]
     position, row = torch.tensor(tokens, dtype=torch.int32, device=device).T.contiguous()
     ids = torch.randint(0, model.blank_id, (len(tokens),), generator=generator).to(device, torch.int32)
     pieces = Pieces(ids, row, position, torch.tensor(tiles, dtype=torch.int32, device=device), table)
-    shape, rides = ForwardShape(1, 4, 1, 0, len(tokens)), ForwardShape(3, 4, 2, 4, len(tokens))
+    shape, rides = (ForwardShape(*of, len(tokens), causal) for of in ((1, 4, 1, 0), (3, 4, 2, 4)))
     where = torch.tensor([[-1, 2], [-1, 0], [-1, 1]], dtype=torch.int32, device=device)
-    lengths = torch.tensor([12, 52, 68], dtype=torch.int32, device=device)
+    lengths = torch.tensor(ends, dtype=torch.int32, device=device)
     texts = BlockTable(table, lengths, torch.zeros_like(lengths))
     given = (ids[:16].long(), torch.rand(16, generator=generator).to(device))
     found = []
@@ -315,9 +318,10 @@ def check_interpreted() -> None:
     check_picks()
     for sizes in SHAPES:
         assert compare_fill("cpu", torch.float32, **sizes) < 1e-5
+    assert compare_fill("cpu", torch.float32, causal=True) < 1e-5
     cases: list[tuple[int, dict[str, bool]]] = [(case, {}) for case in range(len(CASES))]
     cases += [(0, {"int8": True})]  # the rest on a GPU
-    cases += [(case, {"whole": True}) for case in (3, 4, 5, 9)]
+    cases += [(case, {"whole": True}) for case in (3, 4, 5, 9, 11)]
     every = [compare(case, "cpu", torch.float32, **way) for case, way in cases]
     every += [compare_samples(kind, "cpu", dtype) for kind, dtype in SAMPLES]
     for found in every:
@@ -368,7 +372,7 @@ def test_one_launch_is_used_and_gives_the_same_numbers_each_time() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("sizes", [*SHAPES, {"causal": True}])
 def test_prompts_on_a_gpu(sizes: dict[str, Any]) -> None:
     assert compare_fill("cuda", torch.bfloat16, **sizes) < 2e-2
 

@@ -35,7 +35,8 @@ from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
 from tests.helpers import freda_on_ranks, method, run_ranks
 
-METHODS = ("autoregressive", "block-diffusion", "self-refine", "best-of-n", "best-of-n-layer", "best-of-n-beam")
+METHODS = ("autoregressive", "block-diffusion", "self-refine", "shifted")
+METHODS += ("best-of-n", "best-of-n-layer", "best-of-n-beam")
 TOLERANCE = {"rel": 5e-6, "abs": 5e-6}  # fp32 sums in another order, through four steps; seen: 1e-6
 STEPS = 4
 
@@ -52,10 +53,11 @@ def config(folder: Path, name: str, **train: object) -> RunConfig:
     settings |= {"reshard": name != "autoregressive", "init": base if scores else ""}
     more = {"negatives": "beam", "num_negatives": 15} if beam else {}
     more |= {"scorer_layer": name.endswith("layer")} if scores else {}
+    more |= {"layout": "shifted", "ar_weight": 0.5, "teacher": "clean"} if name == "shifted" else {}
     return RunConfig(
         model=ModelConfig() if scores else shape,
         data=DataConfig(path=str(folder / "data"), seq_len=64),
-        method=method("best-of-n" if scores else name, **more),
+        method=method("best-of-n" if scores else "self-refine" if name == "shifted" else name, **more),
         train=TrainConfig(**{**settings, **train}),  # type: ignore[arg-type]
     )
 

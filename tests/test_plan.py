@@ -14,7 +14,7 @@ import torch
 
 from freda.cli import run
 from freda.errors import FredaError
-from freda.methods.method import counted, visible_pairs
+from freda.methods.geometry import Counted, Geometry
 from freda.model.attention import clean_tokens, concat, dense, draft_tokens
 from freda.model.config import all_parameters, head_parameters, layer_parameters
 from freda.model.parts import Parts
@@ -42,29 +42,30 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert head_parameters(shape) == sizes["embed_tokens.weight"]
 
 
-def test_pairs_are_what_the_mask_lets_through() -> None:
+@pytest.mark.parametrize("geometry", [Geometry(4), Geometry(4, shift=1, causal=True), Geometry(2, causal=True)])
+def test_pairs_are_what_the_mask_lets_through(geometry: Geometry) -> None:
     batch = packed_batch([[8, 12, 4], [16, 8]])
-    clean, draft = clean_tokens(batch.document, batch.position, 4), draft_tokens(batch.document, batch.position, 4)
+    clean = clean_tokens(batch.document, batch.position, geometry.context)
+    draft = draft_tokens(batch.document, geometry.first(batch.position))
     real = (batch.document >= 0)[:, :, None]
-    for queries, keys in ((clean, clean), (draft, concat(clean, draft))):
-        assert int((dense(queries, keys) & real).sum()) == visible_pairs([8, 12, 4, 16, 8], 4)
+    pairs = [int((dense(*both) & real).sum()) for both in ((clean, clean), (draft, concat(clean, draft)))]
+    assert geometry.size([8, 12, 4, 16, 8]) == geometry.size_of(batch) == Counted(48, *pairs)
     padded = packed_batch([[8, 12, 4], [16]])
-    assert counted(padded, 4) == (40, visible_pairs([8, 12, 4, 16], 4)), "padding does nothing"
+    assert geometry.size_of(padded) == geometry.size([8, 12, 4, 16]), "padding does nothing"
 
 
 def test_operations_of_a_step() -> None:
     """The count of the training benchmark: 6 × layers × both halves + 6 × head × drafts + 3 × attention."""
-    shape, tokens = SHAPES["qwen3-4b"], 2 * 4096
-    pairs = 2 * visible_pairs([4096], 4)
-    one, two, three = (method().flops(shape, tokens, pairs, t) for t in (1, 2, 3))
-    attention = 3 * 2 * 4 * 36 * 32 * 128 * pairs
+    shape, tokens, size = SHAPES["qwen3-4b"], 2 * 4096, Geometry(4).size([4096]).times(2)
+    one, two, three = (method().flops(shape, size, t) for t in (1, 2, 3))
+    attention = 3 * 2 * 4 * 36 * 32 * 128 * size.draft_pairs
     assert one == pytest.approx(6 * 3.6335e9 * 2 * tokens + 6 * 0.38896e9 * tokens + attention, rel=1e-4)
     forward = 2 * (3.6335e9 + 0.38896e9) * tokens + attention / 6
     assert two - one == pytest.approx(forward, rel=1e-4) and three - two == pytest.approx(forward, rel=1e-4)
-    plain = method("autoregressive").flops(shape, tokens, pairs, 3)
+    plain = method("autoregressive").flops(shape, size, 3)
     assert plain == pytest.approx(3 * forward, rel=1e-4)
-    assert method("block-diffusion").flops(shape, tokens, pairs, 3) == one
-    scorer = method("best-of-n", num_negatives=4).flops(shape, tokens, pairs, 1)
+    assert method("block-diffusion").flops(shape, size, 3) == one
+    scorer = method("best-of-n", num_negatives=4).flops(shape, size, 1)
     assert scorer < 7.1 * forward, "no backward through the backbone"
 
 

@@ -16,9 +16,10 @@ from freda.cli import run
 from freda.data.config import CorpusConfig
 from freda.data.shards import Manifest
 from freda.decode.api import Model
-from freda.decode.config import DecodeConfig, EngineConfig
+from freda.decode.config import EngineConfig
 from freda.errors import FredaError
 from freda.eval.command import progress, self_check
+from freda.eval.config import EvalSettings
 from freda.eval.evaluate import evaluate, fingerprint, result_line
 from freda.eval.report.results import compare, read_samples, wilson
 from freda.eval.tasks import TASKS, mathematics
@@ -31,7 +32,7 @@ from freda.model.transformer import Transformer
 from tests.helpers import answering_model, problems, save_model
 
 SUMS = TASKS["sums"]
-SHORT = DecodeConfig(max_new_tokens=9, passes=2, threshold=0.3)
+SHORT = EvalSettings(max_new_tokens=9, passes=2, threshold=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +228,7 @@ def test_questions_that_do_not_fit_are_wrong_and_the_others_go_on(tmp_path: Path
     loaded = answering_model(["one two three four"] * 50, seed=0, max_positions=64)
     prompts = ["one two", "#" * 60, "#" * 80, "two three"]
     examples = [Example(f"sums/{n}", prompt, "7", {"solution": ""}) for n, prompt in enumerate(prompts)]
-    settings = DecodeConfig(max_new_tokens=20, passes=2, threshold=2.0)
+    settings = EvalSettings(max_new_tokens=20, passes=2, threshold=2.0)
     model = Model(loaded, EngineConfig(max_batch=2))
     found = evaluate(model, SUMS, examples, tmp_path / "out", settings=settings)
     lines = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()[1:]]

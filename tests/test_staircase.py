@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from freda.methods import method_like
 from freda.methods.draft import _is_staircase, clean_mask, draft_mask
+from freda.methods.geometry import Geometry
 from freda.methods.method import Step
 from freda.model import staircase
 from freda.model.attention import Pair, attend, clean_tokens, concat, draft_tokens, pick_backend
 from freda.model.attention import dense as dense_mask
 from freda.model.parts import Parts
 from freda.model.staircase import Staircase, fits
-from tests.helpers import method, packed_batch, run_interpreted, tiny_model
+from tests.helpers import packed_batch, run_interpreted, tiny_model
 
 
 def tensors(length: int, *, heads: int = 4, kv_heads: int = 2, width: int = 64, dtype: torch.dtype) -> list[Tensor]:
@@ -37,7 +39,7 @@ def both(
     length = q.shape[2]
     place = torch.arange(length, device=device).expand(2, -1)
     clean = clean_tokens(torch.zeros_like(place), place, block)
-    mine = draft_tokens(torch.zeros_like(place), place, block)
+    mine = draft_tokens(torch.zeros_like(place), place // block * block)
     dense = dense_mask(mine, concat(clean, mine)) if draft else dense_mask(clean, clean)
     found = []
     for mask, dtype in ((Staircase(block, draft), q.dtype), (dense[:, None], torch.float32)):
@@ -94,7 +96,13 @@ def test_what_the_kernels_are_made_for() -> None:
     assert not fits(6, 4, 128, 4)  # heads that cannot share keys evenly
 
 
-@pytest.mark.parametrize("name", ["autoregressive", "block-diffusion", "self-refine"])
+SHIFTED = "layout=shifted,ar_weight=0.5"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["autoregressive", "block-diffusion", "self-refine", f"self-refine:{SHIFTED}", f"block-diffusion:{SHIFTED}"],
+)
 def test_losses_of_whole_rows_are_those_of_the_mask(name: str) -> None:
     """Rows of one document, one of them padded: loss and every gradient."""
     step = Step(seed=1, step=0, row=torch.arange(2), progress=0.0, passes=2)
@@ -103,7 +111,7 @@ def test_losses_of_whole_rows_are_those_of_the_mask(name: str) -> None:
     for backend in ("sdpa", "staircase"):
         model = tiny_model(head_dim=64, heads=4, kv_heads=2)
         model.backend = backend  # type: ignore[assignment]
-        loss = method(name).loss(Parts(model), batch, step)
+        loss = method_like(name).loss(Parts(model), batch, step)
         loss.backward()
         found.append([loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)])
     for one, other in zip(*found, strict=True):
@@ -113,14 +121,17 @@ def test_losses_of_whole_rows_are_those_of_the_mask(name: str) -> None:
 def test_which_rows_are_staircases() -> None:
     model = tiny_model(head_dim=64)
     whole, packed = packed_batch([[64], [40]])._replace(one_document=True), packed_batch([[32, 32], [40]])
-    assert not isinstance(clean_mask(model, whole, 4), Staircase)  # nobody asked for it
+    assert not isinstance(clean_mask(model, whole, Geometry(4)), Staircase)  # nobody asked for it
     model.backend = "staircase"
-    assert clean_mask(model, whole, 4) == Staircase(4, draft=False)
-    assert draft_mask(model, whole, 4) == Staircase(4, draft=True)
-    for mask in (clean_mask(model, packed, 4), draft_mask(model, packed, 4)):
+    assert clean_mask(model, whole, Geometry(4)) == Staircase(4, draft=False)
+    assert draft_mask(model, whole, Geometry(4)) == Staircase(4, draft=True)
+    shifted = Geometry(4, shift=1, causal=True)  # the plain causal kernel, and drafts as ever
+    assert clean_mask(model, whole, shifted) == Staircase(1, draft=False)
+    assert draft_mask(model, whole, shifted) == Staircase(4, draft=True)
+    for mask in (clean_mask(model, packed, Geometry(4)), draft_mask(model, packed, Geometry(4))):
         assert isinstance(mask, Tensor), "dense, which has a backward on a CPU"
-    assert not isinstance(draft_mask(model, packed_batch([[8]])._replace(one_document=True), 8), Staircase)
-    assert not isinstance(clean_mask(model, whole, 12), Staircase)
+    assert not isinstance(draft_mask(model, packed_batch([[8]])._replace(one_document=True), Geometry(8)), Staircase)
+    assert not isinstance(clean_mask(model, whole, Geometry(12)), Staircase)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from freda.data.mini import GENERATORS
 from freda.data.shards import Manifest
 from freda.data.tokenizer import train_tokenizer
 from freda.decode.api import Model
-from freda.decode.config import DecodeConfig, EngineConfig
+from freda.decode.config import EngineConfig
 from freda.decode.request import cut_at_stop
 from freda.errors import FredaError
 from freda.eval.command import self_check
+from freda.eval.config import EvalSettings
 from freda.eval.evaluate import evaluate
 from freda.eval.tasks import TASKS, mathematics
 from freda.eval.tasks.multiple_choice import CHOICES, GPQA_COLUMNS
@@ -329,7 +330,7 @@ def model(tmp_path: Path, data: Path) -> LoadedModel:
     return answering_model(texts, 330, seed=3)
 
 
-SHORT = DecodeConfig(max_new_tokens=12, passes=2, threshold=0.3)
+SHORT = EvalSettings(max_new_tokens=12, passes=2, threshold=0.3)
 
 
 def answers(folder: Path) -> list[dict[str, object]]:

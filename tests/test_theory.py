@@ -50,7 +50,7 @@ def predictions(model: Transformer, drafts: Tensor | None) -> Tensor:
     draft = start(tokens, torch.zeros_like(tokens, dtype=torch.bool), SYMBOLS)
     if drafts is not None:
         draft = draft._replace(ids=drafts, prob=torch.ones(drafts.shape, dtype=torch.float64))
-    logits = METHOD.pass_logits(model, clean_half(model, rows(tokens), SIZE), draft).all().double()
+    logits = METHOD.pass_logits(model, clean_half(model, rows(tokens), METHOD.geometry), draft).all().double()
     log_p = logits.log_softmax(-1)  # (drafts, SIZE, SYMBOLS)
     return sum(log_p[:, place, SPACE[:, place]] for place in range(SIZE))  # type: ignore[return-value]
 
@@ -113,9 +113,9 @@ def test_the_training_loss_is_the_surrogate_up_to_the_entropy_of_the_data(
     draft = start(drafts, torch.zeros_like(drafts, dtype=torch.bool), SYMBOLS)
     draft = draft._replace(ids=drafts, prob=torch.ones(drafts.shape, dtype=torch.float64))
     with torch.no_grad():
-        logits = METHOD.pass_logits(toy, clean_half(toy, rows(texts), SIZE), draft)
+        logits = METHOD.pass_logits(toy, clean_half(toy, rows(texts), METHOD.geometry), draft)
         weights = blank_draft[pairs[:, 0]] * target[pairs[:, 1]]
-        loss = float(label_loss(logits, rows(texts), weights[:, None]))
+        loss = float(label_loss(logits, METHOD.geometry.targets(rows(texts)), weights[:, None]))
     entropy = -float(torch.special.xlogy(target, target).sum())
     joint = kl(blank_draft[:, None] * target, blank_draft[:, None] * kernel)
     assert joint == pytest.approx(loss - entropy, abs=1e-6)

@@ -28,7 +28,8 @@ from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import METHODS, method_named
 from freda.methods.block_diffusion import BlockDiffusion
 from freda.methods.draft import Draft, Prediction, Rules, advance, clean_half, draft_logits, label_loss
-from freda.methods.method import Method, Step, Work, visible_pairs
+from freda.methods.geometry import Geometry
+from freda.methods.method import Method, Step, Work
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import SelfRefine
 from freda.model.parts import Parts
@@ -69,8 +70,8 @@ class Leftward(Method):
         """The loss of hidden positions, where `revealed` (R, L) positions of a token's block are shown."""
         shown = torch.arange(batch.tokens.shape[1]) % self.block_size < revealed
         x = self.embed(parts.backbone, batch.tokens, shown.float())
-        logits = draft_logits(parts.backbone, x, clean_half(parts.backbone, batch, self.block_size))
-        return label_loss(logits, batch, ~shown * self.hidden_weight)
+        logits = draft_logits(parts.backbone, x, clean_half(parts.backbone, batch, self.geometry))
+        return label_loss(logits, self.geometry.targets(batch), ~shown * self.hidden_weight)
 
     def work(self, one: Work, passes: int) -> float:
         """Ten times the usual, so that a plan shows whose arithmetic it has."""
@@ -199,8 +200,8 @@ def test_models_of_other_methods_are_decoded_by_it_and_the_reverse(loaded: Loade
 def test_it_is_planned_with_its_own_arithmetic(trained: tuple[Path, RunConfig, Result]) -> None:
     _, config, _ = trained
     shape, rows, length = SHAPES["qwen3-4b"], config.train.batch_rows, config.data.seq_len
-    pairs = rows * visible_pairs([length], 4)
-    usual, own = (method.flops(shape, rows * length, pairs, 1) for method in (BlockDiffusion(block_size=4), TOY))
+    size = Geometry(4).size([length]).times(rows)
+    usual, own = (method.flops(shape, size, 1) for method in (BlockDiffusion(block_size=4), TOY))
     assert own == pytest.approx(10 * usual)
     lines = plan_lines(config, gpus=1, tflops=0, shape_name="qwen3-4b")
     step = next(line for line in lines if line.startswith("step"))
@@ -264,7 +265,7 @@ def test_bench(
     )
     assert run(["bench", "train", "--shape", "tiny", "--rows", "1", "--seq-len", "32", "--passes", "1", *last]) == 0
     (row,) = json.loads(out.read_text())["steps"]
-    expected = Leftward().flops(SHAPES["tiny"], 32, visible_pairs([32], 4), 1)
+    expected = Leftward().flops(SHAPES["tiny"], Geometry(4).size([32]), 1)
     assert row["tflops"] == pytest.approx(expected / 1e12)
     sizes = ["--context", "8", "--new-tokens", "8", "--passes", "4"]
     for model in ("tiny", str(trained[0])):

@@ -91,7 +91,7 @@ def test_gradient_does_not_depend_on_the_grouping(shards: Path) -> None:
         run = loop.setup(replace(config(shards, group_rows=size), method=method(passes=1)))
         batches = [run.rows.batch(first, size) for first in range(0, 4, size)]
         labels = sum(int(run.method.labels(batch).sum()) for batch in batches)
-        loss = float(loop.accumulate_gradient(run, batches, 0, labels).sum()) / labels
+        loss = float(loop.accumulate_gradient(run, batches, 0, [labels]).sum()) / labels
         gradients.append((loss, torch.cat([w.grad.flatten() for w in run.parts.parameters() if w.grad is not None])))
     assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-5)
     torch.testing.assert_close(gradients[0][1], gradients[1][1], rtol=1e-4, atol=1e-6)
@@ -103,12 +103,12 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(name: str, shards: Path
     whole = loop.setup(config(shards, name))
     batches = loop.read_batches(whole, 3)
     labels = sum(int(whole.method.labels(batch).sum()) for batch in batches)
-    loss = loop.accumulate_gradient(whole, batches, 3, labels)
+    loss = loop.accumulate_gradient(whole, batches, 3, [labels])
     parts, shared = [], loop.setup(config(shards, name))
     for rank in range(2):
         run = replace(shared, ranks=Ranks(rank, 2))
         assert [list(share) for share in run.shares] == [[rank], [2 + rank]]
-        parts.append(loop.accumulate_gradient(run, loop.read_batches(run, 3), 3, labels))
+        parts.append(loop.accumulate_gradient(run, loop.read_batches(run, 3), 3, [labels]))
     torch.testing.assert_close(sum(parts), loss, rtol=1e-5, atol=0)
     for one, two in zip(whole.parts.parameters(), shared.parts.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6)

@@ -46,7 +46,7 @@ def test_flex_and_sdpa_agree(model: Transformer) -> None:
     document, position = positions(13, 7, -4)
     candidate = (torch.arange(24) % 2)[None]
     tokens = attention.concat(
-        attention.draft_tokens(document, position, 4, candidate), attention.clean_tokens(document, position, 4)
+        attention.draft_tokens(document, position // 4 * 4, candidate), attention.clean_tokens(document, position, 4)
     )
     ids, twice = random_ids(48), position.repeat(1, 2)
     dense, flex = (run(model, ids, twice, tokens, backend) for backend in ("sdpa", "flex"))
@@ -72,7 +72,7 @@ def test_past_is_one_forward(model: Transformer) -> None:
 @torch.no_grad()
 def test_draft_over_the_clean_half_is_the_dual_stream_forward(model: Transformer) -> None:
     document, position = positions(8, 8)
-    draft, clean = attention.draft_tokens(document, position, 4), attention.clean_tokens(document, position, 4)
+    draft, clean = attention.draft_tokens(document, position // 4 * 4), attention.clean_tokens(document, position, 4)
     both = attention.concat(clean, draft)
     clean_ids, draft_ids = random_ids(16, 1), random_ids(16, 2)
     oracle = run(model, torch.cat([clean_ids, draft_ids], 1), position.repeat(1, 2), both)[:, 16:]

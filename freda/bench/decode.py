@@ -24,9 +24,9 @@ from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.request import Request
-from freda.errors import note, require
+from freda.errors import note
 from freda.folders.model_folder import LoadedModel, load_model
-from freda.methods import METHODS, method_named
+from freda.methods import method_like, method_named
 from freda.methods.method import Method
 from freda.model.config import ModelConfig, layer_parameters
 from freda.model.parts import Parts, pick_device, pick_dtype
@@ -47,7 +47,12 @@ class Case:
     new_tokens: int
     passes: int  # most for a block
     threshold: float  # above 1: all passes are made
-    method: str
+    method: str  # as `method_like` reads it
+
+    @property
+    def rule(self) -> str:
+        """The method's name."""
+        return self.method.partition(":")[0]
 
 
 class Limits(NamedTuple):
@@ -105,8 +110,7 @@ def opened(model: str, method: str, device: str, dtype: str) -> tuple[LoadedMode
     """A shape or a model folder, the rates of the device, and what a report says about both."""
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
-    require(method in METHODS, f"there is no method {method!r}; use one of {', '.join(METHODS)}")
-    loaded = _model(model, place, precision, METHODS[method]())
+    loaded = _model(model, place, precision, method_like(method))
     limits = Limits(copy_rate(place), matmul_rate(place, precision))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
     about_run = {
@@ -148,7 +152,7 @@ def random_requests(
 ) -> list[Request]:
     """Requests with different prompts, so that no pages are shared; also with different `lengths`."""
     generator, top = torch.Generator().manual_seed(seed), loaded.backbone.blank_id
-    rules = Request(prompt=(), passes=case.passes, threshold=case.threshold, method=case.method)
+    rules = Request(prompt=(), passes=case.passes, threshold=case.threshold, method=case.rule)
     requests = []
     for number, (prompt, answer) in enumerate(lengths or [(case.context, case.new_tokens)] * case.batch):
         ids = torch.randint(0, top, (prompt,), generator=generator).tolist()
@@ -276,7 +280,7 @@ def _one_by_one(loaded: LoadedModel, case: Case) -> dict[str, Any]:
     """A row of the reference loop with its cache, one request at a time."""
     forget(loaded)
     row = _start_of_row(f"reference loop one by one, {case.method}", case)
-    requests, method = random_requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.method, loaded.method)
+    requests, method = random_requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.rule, loaded.method)
     begun = now(loaded.parts.device)
     made = [generate(loaded.parts, method, [request], stop_ids=loaded.tokenizer.stop_ids)[0] for request in requests]
     seconds = now(loaded.parts.device) - begun

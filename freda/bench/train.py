@@ -23,8 +23,10 @@ from freda.bench.rates import about, kernel_times, longest_first, matmul_rate, s
 from freda.data.loader import Batch, Loader
 from freda.data.tokenizer import Tokenizer
 from freda.errors import FredaError, note, require
+from freda.methods import method_like
 from freda.methods.draft import CleanHalf, clean_half, clean_mask, draft_mask
-from freda.methods.method import Method, Step, visible_pairs
+from freda.methods.geometry import Geometry
+from freda.methods.method import Method, Step
 from freda.methods.self_refine import Refining
 from freda.model import head
 from freda.model.attention import Backend, attend, pick_backend
@@ -65,8 +67,8 @@ class Load:
 
     @property
     def rule(self) -> Method:
-        """The method with its default settings."""
-        return Method.variant({"name": self.method})[0]()
+        """The method."""
+        return method_like(self.method)
 
     def batch(self, first: int, count: int, *, blank: int) -> Batch:
         """Packed rows of random tokens, in place of a `Loader`'s; those of a number are always the same."""
@@ -126,8 +128,7 @@ def _step_row(run: Run, load: Load, passes: int, rate: float) -> dict[str, Any]:
     run.passes, numbers = passes, iter(range(10**6))
     time = seconds(lambda: loop.take_step(run, next(numbers)), run.device, warm_up=3)
     tokens, lengths = load.rows * load.seq_len, [load.seq_len // load.documents] * load.documents
-    pairs = load.rows * visible_pairs(lengths, load.rule.block_size)
-    flops = load.rule.flops(load.config, tokens, pairs, passes)
+    flops = load.rule.flops(load.config, load.rule.geometry.size(lengths).times(load.rows), passes)
     share = flops / time / rate
     note(f"step with {passes} passes: {1e3 * time:.1f} ms, {100 * share:.1f}% of the matmul rate")
     rates = {"tokens_per_s": tokens / time, "tflops": flops / 1e12, "share": share}
@@ -137,7 +138,7 @@ def _step_row(run: Run, load: Load, passes: int, rate: float) -> dict[str, Any]:
 def _pieces(run: Run, method: Refining) -> Iterator[dict[str, Any]]:
     """Pieces of a step by themselves, for a method that refines drafts."""
     rows = run.config.train.batch_rows
-    batch, size = loop.to_device(run.rows.batch(0, rows), run.device), method.block_size
+    batch, geometry = loop.to_device(run.rows.batch(0, rows), run.device), method.geometry
     at = Step(0, 0, torch.arange(rows), 0.0, 1)
 
     def timed(name: str, function: Callable[[Parts], object], *, gradient: bool = False) -> dict[str, Any]:
@@ -154,10 +155,10 @@ def _pieces(run: Run, method: Refining) -> Iterator[dict[str, Any]]:
         method.loss(parts, batch, at).backward()  # type: ignore[no-untyped-call]
 
     def attention(parts: Parts) -> None:
-        _attention(parts.backbone, batch, size, backward=torch.is_grad_enabled())
+        _attention(parts.backbone, batch, geometry, backward=torch.is_grad_enabled())
 
     def clean_text(parts: Parts) -> CleanHalf:
-        return clean_half(parts.backbone, batch, size)
+        return clean_half(parts.backbone, batch, geometry)
 
     yield timed("forward of both halves, no gradient", lambda parts: one_pass(parts, clean_text(parts)))
     with torch.no_grad():
@@ -200,7 +201,7 @@ def _loss_alone(model: Transformer, batch: Batch) -> None:
     model.head(hidden).cross_entropy(batch.tokens, weights).backward()  # type: ignore[no-untyped-call]
 
 
-def _attention(model: Transformer, batch: Batch, block: int, *, backward: bool) -> None:
+def _attention(model: Transformer, batch: Batch, geometry: Geometry, *, backward: bool) -> None:
     """Attention of both halves, as often as there are layers."""
     shape, device, dtype = model.config, batch.tokens.device, model.head_weight.dtype
     rows, length = batch.tokens.shape
@@ -210,7 +211,7 @@ def _attention(model: Transformer, batch: Batch, block: int, *, backward: bool) 
         return made.transpose(1, 2).requires_grad_(backward)
 
     q, clean, own = random(shape.heads), *((random(shape.kv_heads), random(shape.kv_heads)) for _ in range(2))
-    halves = ((clean, None, clean_mask(model, batch, block)), (own, clean, draft_mask(model, batch, block)))
+    halves = ((clean, None, clean_mask(model, batch, geometry)), (own, clean, draft_mask(model, batch, geometry)))
     for new, past, mask in halves * shape.layers:
         out = attend(q, new, past, mask)
         if backward:

@@ -108,12 +108,12 @@ def decode_options(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for every field of its `DecodeConfig` parameter, with the field's help and type, and the
     value in the parameter's default."""
     signature = inspect.signature(function, eval_str=True)
-    taken = next(one for one in signature.parameters.values() if one.annotation is DecodeConfig)
-    made = list(_options_of(taken.default))
+    taken = next(one for one in signature.parameters.values() if isinstance(one.default, DecodeConfig))
+    kind, made = type(taken.default), list(_options_of(taken.default))
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
-        decode = DecodeConfig(**{option.name: values.pop(option.name) for option in made})
+        decode = kind(**{option.name: values.pop(option.name) for option in made})
         function(**values, **{taken.name: decode})
 
     parameters = [new for one in signature.parameters.values() for new in (made if one is taken else [one])]
@@ -122,8 +122,8 @@ def decode_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options_of(defaults: DecodeConfig) -> Iterator[inspect.Parameter]:
-    hints = typing.get_type_hints(DecodeConfig)
-    for field in dataclasses.fields(DecodeConfig):
+    hints = typing.get_type_hints(type(defaults))
+    for field in dataclasses.fields(defaults):
         hint, metavar = hints[field.name], None
         if typing.get_origin(hint) is Literal:  # the config checks it, and says what is wrong
             hint, metavar = str, "|".join(typing.get_args(hint))

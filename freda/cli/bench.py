@@ -50,7 +50,7 @@ def bench_train(
     seq_len: Annotated[int, Option(help="Tokens per row.")] = 4096,
     documents: Annotated[int, Option(help="Documents per row, of equal length.")] = 1,
     passes: Annotated[list[int], Option(help="Passes of a step; may be repeated.")] = [1, 2, 3],  # noqa: B006
-    method: Annotated[str, Option(help="Method to train, by its name in the config.")] = "self-refine",
+    method: Annotated[str, Option(help="Method to train; NAME, or NAME:KEY=VALUE,... with settings.")] = "self-refine",
     activations: Annotated[float, Option(help="Share of activations kept for backward.")] = 1.0,
     compare: Annotated[bool, Option("--compare", help="Add plain variants, each in the same run.")] = False,
     profile: Annotated[bool, Option("--profile", help="Add the time of every kind of kernel.")] = False,
@@ -78,7 +78,7 @@ def bench_decode(
     new_tokens: Annotated[int, Option(help="Tokens to make for each request.")] = 64,
     passes: Annotated[int, Option(help="Most passes per block.")] = 2,
     threshold: Annotated[float, Option(help="Probability that commits a token; above 1: all passes are made.")] = 2.0,
-    method: Annotated[str, Option(help="How to decode.")] = "self-refine",
+    method: Annotated[str, Option(help="How to decode; for a shape also NAME:layout=shifted.")] = "self-refine",
     compare: Annotated[bool, Option("--compare", help="Add other decoders of the same weights and prompts.")] = False,
     plain: Annotated[bool, Option("--plain", help="The engine without its kernels and CUDA graphs.")] = False,
     int8: Annotated[bool, Option("--int8", help="Weights as int8, where the kernels have few tokens.")] = False,

@@ -9,8 +9,8 @@ import typer
 from typer import Argument, Option
 
 from freda.cli.app import Device, Dtype, Settings, app, decode_options
-from freda.decode.config import DecodeConfig
 from freda.errors import FredaError, note
+from freda.eval.config import EvalSettings
 
 Unpublished = Annotated[bool, Option("--unpublished", help="Accept files whose checksum is not the published one.")]
 
@@ -34,7 +34,7 @@ def evaluate_(
     unpublished: Unpublished = False,
     limit: Annotated[int, Option(help="Only the first questions; 0 asks all.")] = 0,
     batch_size: Annotated[int, Option(help="Questions answered side by side.")] = 64,
-    decode: DecodeConfig = DecodeConfig(max_new_tokens=1024),
+    decode: EvalSettings = EvalSettings(max_new_tokens=1024),
     device: Device = "auto",
     dtype: Dtype = "auto",
     harness: Annotated[bool, Option("--harness", help="Let lm-evaluation-harness ask tasks of its own.")] = False,

@@ -76,6 +76,12 @@ class Tokenizer:
         canonical = json.dumps(json.loads(self.json_text), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, where the settings name one."""
+        text = token_text(self.settings.get("bos_token"))
+        return None if text is None else self._named_id("bos_token", text)
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with nothing added in front or behind. Text that spells BLANK is an error."""
         offset = text.find(BLANK_TEXT)

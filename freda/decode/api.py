@@ -47,7 +47,7 @@ def open_model(path: Path, device: str, dtype: str, method: str | None = None) -
     place = pick_device(device)
     loaded = load_model(path, place, pick_dtype(dtype, place))
     chosen = method_named(method, loaded.method)
-    if loaded.stage == "base" and chosen.layout.block > 1:
+    if loaded.stage == "base" and chosen.geometry.drafts:
         note(
             f"warning: {path} was converted but never trained to fill blocks, so {chosen.name} will write nonsense; "
             "train it first, or use --method autoregressive"
@@ -119,7 +119,8 @@ class Model:
 
     def reference(self, request: Request, watch: Watch | None = None) -> Completion:
         """Run one request with `generate`, the plain loop that the engine must equal."""
-        tokenizer, method = self.loaded.tokenizer, self.engine.check(request)
+        tokenizer, request = self.loaded.tokenizer, self.engine.begun(request)
+        method = self.engine.check(request)
         how: dict[str, Any] = {"stop_ids": tokenizer.stop_ids, "decode": tokenizer.decode, "watch": watch}
         return self._completion(generate(self.loaded.parts, method, [request], **how)[0], request, raises=True)
 

@@ -49,7 +49,7 @@ class EngineConfig:
 
     max_batch: int = knob(64, "requests that run side by side")
     max_length: int = knob(0, "most tokens of a prompt with its answer; 0: as many positions as the model has")
-    page_size: int = knob(16, "tokens of a page; the engine takes the least common multiple with the block size")
+    page_size: int = knob(16, "tokens of a page; in the paper's layout, the least common multiple with the block size")
     pages: int = knob(0, "pages of the cache; 0: enough for max_batch of the longest sequences, as memory allows")
     queue: int = knob(1024, "requests that may wait")
     prefill: int = knob(4096, "prompt tokens in one forward")

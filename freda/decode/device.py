@@ -92,7 +92,7 @@ def new_held(rows: int, pages: int, parts: Parts, block: int, stop_ids: abc.Sequ
     zeros = torch.zeros(rows, dtype=torch.int64, device=device)
     stops = torch.tensor(stop_ids, dtype=torch.int64, device=device)
     draft = Draft(*(part.clone() for part in fresh_drafts([[]] * rows, block, blank, device)))  # none shares memory
-    state = new_state([DecodeConfig()] * rows, draft, zeros, stops)
+    state = new_state([DecodeConfig()] * rows, draft, zeros, zeros.clone(), stops)
     state = state._replace(search=state.search._replace(seed=zeros.clone()))  # not the memory of `sampling.seed`
     table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
     texts = BlockTable(table, zeros.int(), zeros.int())
@@ -101,7 +101,7 @@ def new_held(rows: int, pages: int, parts: Parts, block: int, stop_ids: abc.Sequ
 
 # -- entering --------------------------------------------------------------------------------------------------------
 
-PLACE = ("row", "real", "begin", "end", "stored", "pending", "tail")
+PLACE = ("row", "real", "begin", "known", "end", "stored", "pending", "tail")
 WHOLE = (*PLACE, "passes", "seed", "width", "swaps", "sampled", "gumbel")
 FLOATS = ("threshold", "temperature", "top_p", "tau")
 
@@ -126,6 +126,7 @@ def enter(held: Held, records: Tensor, blank_id: int) -> None:
     state = DecodeState(
         start(ids, given, blank_id),
         w["begin"],
+        w["known"],
         Rules(w["passes"], f["threshold"], held.state.rules.stop_ids),
         Sampling(f["temperature"], f["top_p"], w["seed"]),
         Search(w["width"], w["swaps"], f["tau"], w["sampled"].bool(), w["gumbel"].bool(), w["seed"]),
@@ -139,14 +140,14 @@ def enter(held: Held, records: Tensor, blank_id: int) -> None:
 def _of_rows(held: Held) -> list[Tensor]:
     """All tensors that have a row for each request, but for predictions of a last pass."""
     state, texts, *rest = held
-    return [*state.draft, state.begin, *state.rules[:2], *state.sampling, *state.search, *texts, *rest]
+    return [*state.draft, *state[1:3], *state.rules[:2], *state.sampling, *state.search, *texts, *rest]
 
 
 def changing(held: Held) -> list[Tensor]:
     """The tensors that a pass changes."""
     state, texts, pending_ids, _, real = held
     probs = [] if state.probs is None else [state.probs]
-    return [*state.draft, state.begin, texts.stored, texts.pending, pending_ids, real, *probs]
+    return [*state.draft, state.begin, state.known, texts.stored, texts.pending, pending_ids, real, *probs]
 
 
 # -- one pass --------------------------------------------------------------------------------------------------------
@@ -167,7 +168,8 @@ def laid_out(held: Held, method: Method, limits: Limits, shape: ForwardShape) ->
     ids, alpha = pending_ids[:, None], torch.ones_like(pending_ids[:, None], dtype=torch.float32)
     wanted = (texts.pending > 0)[:, None]
     if drafts:
-        ids, alpha = torch.cat([ids, found.ids], dim=1), torch.cat([alpha, found.alpha], dim=1)  # (R, J, B)
+        shown, weight = method.geometry.shown(state.known[:, None], found.ids, found.alpha)
+        ids, alpha = torch.cat([ids, shown], dim=1), torch.cat([alpha, weight], dim=1)  # (R, J, B)
         wanted = torch.cat([wanted, found.valid], dim=1)
     going = real
     if 0 < drafts < limits.width:  # no place for more candidates than one, which is what a blank draft has
@@ -223,8 +225,10 @@ def advance(
     stored = torch.where(going, texts.stored + texts.pending, texts.stored)
     pending = torch.where(going, block * closed, texts.pending)
     texts = texts._replace(stored=(stored * ~ended).to(texts.stored), pending=(pending * ~ended).to(texts.pending))
-    state = state._replace(draft=next_draft, begin=state.begin + block * closed)
-    after = Held(state, texts, torch.where(closed[:, None], draft.ids, pending_ids), end, real & ~ended)
+    slots, _ = method.geometry.shown(state.known, draft.ids, draft.prob)
+    known = torch.where(closed, draft.ids[:, -1], state.known)
+    state = state._replace(draft=next_draft, begin=state.begin + block * closed, known=known)
+    after = Held(state, texts, torch.where(closed[:, None], slots, pending_ids), end, real & ~ended)
     for old, new in zip(changing(held), changing(after), strict=True):
         if old is not new:
             old.copy_(new)

@@ -19,6 +19,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -53,10 +54,11 @@ class Engine:
         self.loaded, self.config, self.model = loaded, config, loaded.backbone
         for name in ("max_batch", "page_size", "queue", "prefill"):
             require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}; use 1 or more")
-        size, limit = loaded.method.block_size, self.model.config.max_positions
+        geometry, limit = loaded.method.geometry, self.model.config.max_positions
         self.max_length = min(config.max_length or limit, limit)  # tokens of a prompt and its answer
-        page_size = math.lcm(config.page_size, size)
-        needed = -(-(self.max_length + size) // page_size)
+        # Pages hold whole blocks. An autoregressive model may be asked to decode blocks in the paper's layout, too.
+        page_size = math.lcm(config.page_size, geometry.context if geometry.drafts else loaded.method.block_size)
+        needed = -(-(self.max_length + loaded.method.block_size) // page_size)
         count = config.pages or page_count(self.model, page_size, config.max_batch, needed)
         self.pages = Pages(self.model, count, page_size)
         self.waiting: deque[Sequence] = deque()
@@ -127,6 +129,7 @@ class Engine:
 
         When it has ended, its number is appended to `ended`.
         """
+        request = self.begun(request)
         method = self.check(request)
         with self._news:
             if len(self.waiting) >= self.config.queue:
@@ -134,11 +137,18 @@ class Engine:
                 raise QueueFull(f"{full}; try again later")
             self._number += 1
             decode = self.loaded.tokenizer.decode
-            sequence = Sequence(self._number, request, method.layout.block, method, decode, ended)
+            sequence = Sequence(self._number, request, method, decode, ended)
             handle = Handle(self, sequence)
             self.waiting.append(sequence)
         self._sweep()
         return handle
+
+    def begun(self, request: Request) -> Request:
+        """The request; an empty prompt becomes BOS, if the method predicts behind a known token and there is one."""
+        if request.prompt or not method_named(request.method, self.loaded.method).geometry.held:
+            return request
+        bos = self.loaded.tokenizer.bos_id
+        return request if bos is None else replace(request, prompt=[bos])
 
     def check(self, request: Request) -> Method:
         """Refuse a request that can never run; returns its method."""
@@ -150,7 +160,7 @@ class Engine:
             f"prompt and answer have {length} tokens, the limit is {self.max_length}; "
             f"shorten the prompt or ask for fewer new tokens",
         )
-        needed = self.pages.needed(length + method.layout.block)
+        needed = self.pages.needed(length + method.geometry.block)
         require(
             needed <= self.pages.count,
             f"the request needs {needed} pages, the engine has {self.pages.count}; ask for fewer tokens or raise pages",
@@ -192,7 +202,7 @@ class Engine:
         except FredaError as error:
             with self._news:
                 self._number += 1
-                refused = Sequence(self._number, request, 1, ended=ended)
+                refused = Sequence(self._number, request, self.loaded.method, ended=ended)
             refused.end(Event([], "error", str(error)))
             return Handle(self, refused)
 
@@ -328,7 +338,7 @@ class Engine:
         coming = {self.pages.first_unknown(self._prompt_keys(text)) for text in filling} - {None}
         while self.waiting and len(self.running) < self.config.max_batch:
             first = self.waiting[0]
-            tokens = len(first.request.prompt) + first.request.max_new_tokens + first.size
+            tokens = len(first.request.prompt) + first.request.max_new_tokens + first.geometry.block
             keys = self._prompt_keys(first)
             begins = self.pages.first_unknown(keys)
             reserved = None if begins in coming else self.pages.reserve(keys, tokens)
@@ -377,13 +387,13 @@ class Engine:
 
     def _prompt_keys(self, one: Sequence) -> list[bytes]:
         """The keys of the full pages of a prompt, as far as it is stored before its first pass."""
-        return self._keys(one, len(one.clean) - one.kind.layout.held)
+        return self._keys(one, len(one.clean) - one.geometry.held)
 
     def _keys(self, one: Sequence, stored: int) -> list[bytes]:
         """The keys of the full pages among the first `stored` tokens of a request's text."""
         size = self.pages.page_size
         if len(one.keys) < stored // size:
-            one.keys = page_keys(one.clean[:stored], size, one.size, one.keys)
+            one.keys = page_keys(one.clean[:stored], size, one.geometry.context, one.keys)
         return one.keys[: stored // size]
 
     def _finish(self, one: Sequence, event: Event) -> None:

@@ -6,8 +6,10 @@ nothing but the first commit. One forward carries, for every request,
     [ committed tokens that are not in the cache yet | the current draft ]
 
 so the prompt, and later each finished block, enters the cache in the same forward that drafts the next block (M13).
-Blocks are absolute: the last P mod B tokens of a prompt sit in the first generated block as given tokens (M12). The
-autoregressive method has no draft part and predicts after its last committed token.
+Where blocks begin, what their slots show and which tokens are committed is a matter of the geometry: in the paper's
+layout the last P mod B tokens of a prompt sit in the first generated block as given tokens (M12); in the shifted layout
+the first slot shows the last known token, which is committed with the block. The autoregressive method has no draft
+part and predicts after its last committed token.
 
 Counting (M14): a forward counts once for each request that it chooses tokens or commits for.
 """
@@ -51,12 +53,12 @@ def generate(
     requests = [replace(request, watch=watch is not None) for request in requests]
     for request in requests:
         method.check(parts, request, request.prompt)
-    begun, size = time.perf_counter(), method.layout.block
+    begun, geometry = time.perf_counter(), method.geometry
     outputs: dict[int, Output] = {}
-    sequences = [Sequence(index, request, size, decode=decode) for index, request in enumerate(requests)]
+    sequences = [Sequence(index, request, method, decode) for index, request in enumerate(requests)]
     cache = None
     if cached and requests:  # one page for each request
-        longest = max(len(request.prompt) + request.max_new_tokens for request in requests) + size
+        longest = max(len(request.prompt) + request.max_new_tokens for request in requests) + geometry.block
         table = torch.arange(len(requests), device=parts.device)[:, None]
         cache = PagedCache(Pages(parts.backbone, len(requests), longest), table, torch.zeros_like(table[:, 0]))
     loop = RequestBatch(parts, method, sequences, stop_ids, cache)
@@ -90,11 +92,11 @@ class RequestBatch:
         stop_ids: abc.Sequence[int],
         cache: PagedCache | None,
     ) -> None:
-        self.parts, self.model, self.method, self.layout = parts, parts.backbone, method, method.layout
-        self.size, self.stop_ids, self.device = method.layout.block, set(stop_ids), parts.device
+        self.parts, self.model, self.method, self.geometry = parts, parts.backbone, method, method.geometry
+        self.size, self.stop_ids, self.device = self.geometry.block, set(stop_ids), parts.device
         self.sequences, self.cache = list(sequences), cache
-        stops = self._tensor(sorted(self.stop_ids), torch.int64)
-        self.state = new_state([text.request for text in sequences], self._fresh(), self._begin(), stops)
+        stops, asked = self._tensor(sorted(self.stop_ids), torch.int64), [text.request for text in sequences]
+        self.state = new_state(asked, self._fresh(), self._begin(), self._known(), stops)
 
     def _tensor(self, values: abc.Sequence[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -106,10 +108,13 @@ class RequestBatch:
     def _begin(self) -> Tensor:
         return self._tensor([len(text.clean) for text in self.sequences], torch.int64)
 
+    def _known(self) -> Tensor:
+        return self._tensor([text.known for text in self.sequences], torch.int64)
+
     def commit(self) -> None:
         """A forward that only commits, where there is something to commit into the cache."""
-        waiting = [text for text in self.sequences if text.stored < len(text.clean)]
-        if waiting and self.cache is not None and self.layout.slots:  # elsewhere the pass itself commits
+        waiting = [text for text in self.sequences if text.pending]
+        if waiting and self.cache is not None and self.geometry.drafts:  # elsewhere the pass itself commits
             self._forward(None)
             for text in waiting:
                 text.nfe += 1
@@ -120,7 +125,7 @@ class RequestBatch:
         limits = self.method.limits([one.request for one in self.sequences])
         self.candidates = self.method.candidates(self.state, limits)
         rows, count = self.candidates.valid.shape
-        hidden = self._forward(self.candidates if self.layout.slots else None)
+        hidden = self._forward(self.candidates if self.geometry.drafts else None)
         for one in self.sequences:
             one.nfe += 1
         soft = self._soft if count > 1 else None
@@ -136,7 +141,7 @@ class RequestBatch:
 
         Without drafts the last pending token predicts.
         """
-        pending = [text.clean[text.stored :] for text in self.sequences]
+        pending = [text.pending for text in self.sequences]
         counts = self._tensor([len(tokens) for tokens in pending], torch.int64)
         width = max(len(tokens) for tokens in pending)
         padded = [tokens + [0] * (width - len(tokens)) for tokens in pending]
@@ -145,21 +150,22 @@ class RequestBatch:
         real = place < counts[:, None]  # (R, W)
         position = self._tensor([text.stored for text in self.sequences], torch.int64)[:, None] + place
         x = self.model.embed_tokens(ids)
-        tokens = clean_tokens(torch.where(real, 0, -1), position, self.size)
+        tokens = clean_tokens(torch.where(real, 0, -1), position, self.geometry.context)
         if drafts is None:
             hidden = self._run(x, position, tokens, real)
             return hidden[torch.arange(len(pending), device=self.device), counts - 1][:, None]
         count = drafts.valid.shape[1]
-        where = self.state.position.repeat(1, count)  # (R, C·B)
+        where = self.state.position.repeat(1, count) - self.geometry.shift  # (R, C·B): of the slots
         candidate = torch.arange(count, device=self.device).repeat_interleave(self.size).expand_as(where)
-        x = torch.cat([x, self.method.embed(self.model, drafts.ids.flatten(1), drafts.alpha.flatten(1))], dim=1)
-        tokens = concat(tokens, draft_tokens(torch.zeros_like(where), where, self.size, candidate))
+        ids, alpha = self.geometry.shown(self.state.known[:, None], drafts.ids, drafts.alpha)
+        x = torch.cat([x, self.method.embed(self.model, ids.flatten(1), alpha.flatten(1))], dim=1)
+        tokens = concat(tokens, draft_tokens(torch.zeros_like(where), where[:, :1].expand_as(where), candidate))
         return self._run(x, torch.cat([position, where], dim=1), tokens, real)[:, width:]
 
     def _run(self, x: Tensor, position: Tensor, tokens: Tokens, real: Tensor) -> Tensor:
         """The forward itself; what it commits goes into the cache."""
         past = None if self.cache is None else self.cache.past()
-        keys = tokens if self.cache is None else concat(self.cache.tokens(self.size), tokens)
+        keys = tokens if self.cache is None else concat(self.cache.tokens(self.geometry.context), tokens)
         out: Forward = self.model(x, position, make_mask(tokens, keys, self.model.backend), past)
         if x.shape[1] > real.shape[1] + self.size:  # several candidates
             self._soft = self._scorer_view(out, position, tokens, keys, past, real.shape[1])
@@ -207,7 +213,7 @@ class RequestBatch:
     def next_blocks(self, finished: set[int]) -> None:
         """Start the next block where one has closed, and let finished texts leave the batch."""
         draft = merge(~self.state.draft.closed, self.state.draft, self._fresh())
-        self.state = self.state._replace(draft=draft, begin=self._begin())
+        self.state = self.state._replace(draft=draft, begin=self._begin(), known=self._known())
         if finished:
             self.leave(finished)
 

@@ -238,7 +238,7 @@ class PackedModel:
             elif number == len(self.layers) - 1:
                 return  # nobody asks for what comes after the last keys and values
             if pieces is not None:
-                prompts.attend(buffers.queries, pieces, layer.heads, shape.block, stored, buffers.attended[prompt])
+                prompts.attend(buffers.queries, pieces, layer.heads, shape.context, stored, buffers.attended[prompt])
             rowwise.add_norm(x, buffers.attended @ layer.out.values.T, layer.norms[1], eps, normed)
             rowwise.gate(normed @ layer.gate_up.values.T, buffers.inner)
             rowwise.add_norm(x, buffers.inner @ layer.down.values.T, norm, eps, normed)

@@ -1,9 +1,10 @@
 """Keys and values of committed text, in pages that requests share where their texts begin alike.
 
-A page holds `page_size` tokens, whole blocks of them. The keys and values of committed text depend on the text up to
-the end of their block and on nothing else, so a full page is identified by the hash of all tokens up to its end (and
-the block size, which decides who sees whom). A request whose prompt begins with known pages uses them instead of
-computing them. Pages that no request uses are kept until their space is needed; the least recently used go first.
+A page holds `page_size` tokens, whole blocks of their context. The keys and values of committed text depend on the text
+up to the end of their block and on nothing else, so a full page is identified by the hash of all tokens up to its end
+(and the size of these blocks, which decides who sees whom; causal text has blocks of one token). A request whose prompt
+begins with known pages uses them instead of computing them. Pages that no request uses are kept until their space is
+needed; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -118,11 +119,11 @@ class Pages:
                     self._free.append(page)
 
 
-def page_keys(text: Sequence[int], page_size: int, block_size: int, known: Sequence[bytes] = ()) -> list[bytes]:
+def page_keys(text: Sequence[int], page_size: int, context: int, known: Sequence[bytes] = ()) -> list[bytes]:
     """The hash of a text up to the end of each of its full pages; `known` are the first of them."""
     keys, step = list(known), 8 * page_size
     rest = array("q", text[len(keys) * page_size :]).tobytes()
-    key = keys[-1] if keys else block_size.to_bytes(4, "little")
+    key = keys[-1] if keys else context.to_bytes(4, "little")
     for begin in range(0, len(rest) - step + 1, step):
         key = hashlib.blake2b(key + rest[begin : begin + step], digest_size=16).digest()
         keys.append(key)
@@ -137,11 +138,17 @@ class ForwardShape(NamedTuple):
     blocks: int  # most blocks of one request, J: number 0 is to be committed, the others are drafts
     packed: int  # blocks in the forward, P; R · J: every block has a place of its own; 0: prompts alone
     prompts: int = 0  # tokens of prompts, T, behind the blocks
+    causal: bool = False  # committed text is causal, not bidirectional inside blocks
 
     @property
     def tokens(self) -> int:
         """Tokens of the forward."""
         return self.packed * self.block + self.prompts
+
+    @property
+    def context(self) -> int:
+        """Tokens of a block of committed text."""
+        return 1 if self.causal else self.block
 
     @property
     def dense(self) -> bool:
@@ -154,7 +161,7 @@ class BlockTable(NamedTuple):
 
     table: Tensor  # (R, most pages) int32
     stored: Tensor  # (R,) int32: committed tokens in the pages
-    pending: Tensor  # (R,) int32: tokens that the next forward commits: a block or 0
+    pending: Tensor  # (R,) int32: tokens that the next forward commits: a block or 0; then come the drafts
 
 
 class Pieces(NamedTuple):

@@ -94,7 +94,7 @@ class Places:
     ) -> None:
         """`size`: how many requests, and pages of one."""
         self.parts, self.method, self.backend, (self.count, self.table_pages) = parts, method, backend, size
-        self.block, self.slots = method.layout.block, method.layout.slots
+        self.geometry, self.block, self.slots = method.geometry, method.geometry.block, method.geometry.slots
         self.texts: list[Text | None] = [None] * self.count
         self.flights: deque[Flight] = deque()
         self.passes, self.waited = 0, 0.0  # started so far; seconds spent waiting for reports
@@ -153,10 +153,10 @@ class Places:
 
     def _record(self, text: Text, *, real: bool) -> list[int]:
         """A request's row, as `device.enter` takes it."""
-        asked, pending = text.request, text.clean[text.stored :] if real else []
-        begin, block = len(text.clean), self.block
+        asked, pending, block = text.request, text.pending if real else [], self.block
         found: dict[str, Any] = {name: getattr(asked, name, 0) for name in (*WHOLE, *FLOATS)}
-        found |= {"row": text.row, "real": real, "begin": begin, "stored": text.stored, "pending": len(pending)}
+        found |= {"row": text.row, "real": real, "begin": len(text.clean), "known": text.known}
+        found |= {"stored": text.stored, "pending": len(pending)}
         found |= {"tail": len(text.tail), "end": len(asked.prompt) + asked.max_new_tokens}
         found |= {"sampled": asked.candidates == "sampled", "gumbel": asked.select == "gumbel"}
         bits = struct.unpack("4q", struct.pack("4d", *(found[name] for name in FLOATS)))
@@ -169,7 +169,7 @@ class Places:
         row, asked = text.row, text.request
         self._numbers[row], self._watched[row], self._forwards[row] = text.index, asked.watch, 0
         self._records[row] = self._record(text, real=True)
-        self._live[row], self._flying[row], self._pending[row] = True, False, text.stored < len(text.clean)
+        self._live[row], self._flying[row], self._pending[row] = True, False, bool(text.pending)
         self._done[row], self._most[row] = 0, asked.passes if self.slots else 1
         self._left[row] = len(text.tail) + asked.max_new_tokens
         self._width[row] = asked.width
@@ -206,13 +206,14 @@ class Places:
         return next(size for size in RIDES if size >= total) if rides else max(LEAST_FILL, rounded(total, 4))
 
     def _pieces(self, most: int) -> list[tuple[Text, int, int]]:
-        """Which tokens of which prompts come next; in whole blocks, first come, first served."""
-        taken, room = list[tuple[Text, int, int]](), max(most, self.block)
+        """Which tokens of which prompts come next; in whole blocks of their context, first come, first served."""
+        whole = self.geometry.context
+        taken, room = list[tuple[Text, int, int]](), max(most, whole)
         most_pieces = MOST_PIECES if self.ahead else self.count
-        while self.filling and room >= self.block and len(taken) < most_pieces:
+        while self.filling and room >= whole and len(taken) < most_pieces:
             text = self.filling[0]
-            last = len(text.clean) - self.method.layout.held
-            end = min(last, text.stored + room // self.block * self.block)
+            last = len(text.clean) - self.geometry.held
+            end = min(last, text.stored + room // whole * whole)
             if end > text.stored:
                 taken.append((text, text.stored, end))
                 room -= end - text.stored
@@ -260,7 +261,7 @@ class Places:
 
     def _fill_of(self, pieces: Pieces) -> Callable[[], Tensor | None]:
         """A forward over pieces of prompts alone."""
-        shape = ForwardShape(1, self.block, 1, 0, len(pieces.ids))
+        shape = ForwardShape(1, self.block, 1, 0, len(pieces.ids), self.geometry.causal)
 
         def made() -> Runs:
             return functools.partial(self.backend.fill, pieces, shape, self.backend.buffers(shape, False)), []
@@ -294,7 +295,8 @@ class Places:
             pieces = self._staged([], prompts) if prompts else None
             sizes = {self._packed(rows, blocks, size, prompts) for size in range(1, rows * blocks + 1)}
             for packed, long in itertools.product(sorted(sizes), {False, rows <= FEW_ROWS and not prompts}):
-                self._pass_of(Kind(ForwardShape(rows, block, blocks, packed, prompts), limits, long), pieces)
+                shape = ForwardShape(rows, block, blocks, packed, prompts, self.geometry.causal)
+                self._pass_of(Kind(shape, limits, long), pieces)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -350,10 +352,10 @@ class Places:
         commits += math.ceil(self._early * may + 2 * spread)
         needed = int(commits) + (int(drafts.sum()) if self.slots else 0)
         if not self.ahead:  # nothing is under way, and nothing a guess
-            return ForwardShape(top, self.block, blocks, needed, prompts)
+            return ForwardShape(top, self.block, blocks, needed, prompts, self.geometry.causal)
         rows = self._bucket(top, blocks)
         packed = self._packed(rows, blocks, rows * blocks if self._stalled else needed, prompts)
-        return ForwardShape(rows, self.block, blocks, packed, prompts)
+        return ForwardShape(rows, self.block, blocks, packed, prompts, self.geometry.causal)
 
     def _bucket(self, top: int, blocks: int) -> int:
         """The rows of a forward for the first `top`: few have a size of their own; more share one, and are packed."""
@@ -381,7 +383,8 @@ class Places:
         for row in np.flatnonzero(told).tolist():
             text = self.texts[row]
             assert text is not None
-            text.nfe, text.stored = int(self._forwards[row]), len(text.clean)  # a pass that goes commits what pends
+            text.nfe = int(self._forwards[row])
+            text.stored = self.geometry.storable(len(text.clean))  # a pass that goes commits what pends
             seen = self._seen(text, report, row) if text.request.watch else None
             yield Happened(text, seen, (ids[row] if report.finite[row] else []) if over[row] else None)
 

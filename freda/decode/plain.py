@@ -61,11 +61,11 @@ class PlainModel:
         buffers.clear()
         for rows in _groups((where >= 0).sum(-1)):
             some = BlockTable(*(part[rows] for part in texts))
-            buffers.append(self._ran(given, where[rows], some, shape.block))
+            buffers.append(self._ran(given, where[rows], some, shape))
 
-    def _ran(self, given: tuple[Tensor, Tensor], where: Tensor, texts: BlockTable, block: int) -> Ran:
+    def _ran(self, given: tuple[Tensor, Tensor], where: Tensor, texts: BlockTable, shape: ForwardShape) -> Ran:
         """A forward over some rows, side by side."""
-        device = where.device
+        device, block = where.device, shape.block
         kept = (where >= 0).any(0)  # numbers of blocks that some have
         where, place = where[:, kept], torch.arange(block, device=device)
         numbers = torch.arange(len(kept), device=device)[kept]
@@ -76,12 +76,13 @@ class PlainModel:
         here = (where >= 0).repeat_interleave(block, dim=1)
         document, committed = torch.where(here, 0, -1), block * int(kept[0])
         text, draft = slice(0, committed), slice(committed, None)
+        first = (texts.stored + texts.pending)[:, None].expand_as(position[:, draft])
         tokens = concat(
-            clean_tokens(document[:, text], position[:, text], block),
-            draft_tokens(document[:, draft], position[:, draft], block, number[:, draft]),
+            clean_tokens(document[:, text], position[:, text], shape.context),
+            draft_tokens(document[:, draft], first, number[:, draft]),
         )
         cache = PagedCache(self.pages, texts.table, texts.stored)
-        keys, past = concat(cache.tokens(block), tokens), cache.past()
+        keys, past = concat(cache.tokens(shape.context), tokens), cache.past()
         ids, alpha = (part[index] for part in given)
         drafted = self.method.embed(self.model, ids[:, draft], alpha[:, draft])
         x = torch.cat([self.model.embed_tokens(ids[:, text]), drafted], dim=1)
@@ -143,8 +144,8 @@ class PlainModel:
         there[piece, place] = True
         position = begin[:, None] + torch.arange(sizes[1], device=table.device)
         cache = PagedCache(self.pages, table[rows.long()], begin)
-        tokens = clean_tokens(torch.where(there, 0, -1), position, shape.block)
-        mask = make_mask(tokens, concat(cache.tokens(shape.block), tokens), self.model.backend)
+        tokens = clean_tokens(torch.where(there, 0, -1), position, shape.context)
+        mask = make_mask(tokens, concat(cache.tokens(shape.context), tokens), self.model.backend)
         cache.write(self.model(self.model.embed_tokens(ids), position, mask, cache.past()).new, position, there)
 
 

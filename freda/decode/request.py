@@ -98,15 +98,14 @@ class Sequence:
         self,
         index: int,
         request: Request,
-        size: int,
-        kind: Any = None,
+        kind: Any,
         decode: Decode | None = None,
         ended: deque[int] | None = None,
     ) -> None:
-        whole = len(request.prompt) // size * size
-        self.index, self.request, self.size, self.kind = index, request, size, kind
-        self.clean = list(request.prompt[:whole])  # committed tokens: whole blocks
-        self.tail = list(request.prompt[whole:])  # prompt tokens given in the first generated block
+        self.index, self.request, self.kind, self.geometry = index, request, kind, kind.geometry
+        begin = self.geometry.begin(len(request.prompt))
+        self.clean = list(request.prompt[:begin])  # committed tokens: all before the draft
+        self.tail = list(request.prompt[begin:])  # prompt tokens given in the first draft
         self.stored = 0  # how many of `clean` are in the cache
         self.new: list[int] = []
         self.nfe = 0
@@ -118,6 +117,16 @@ class Sequence:
         self.begun = time.perf_counter()
         self._ended = ended
         self._matcher = StopMatcher(decode, request.stop) if decode and request.stop else None
+
+    @property
+    def pending(self) -> list[int]:
+        """Committed tokens that the next pass stores."""
+        return self.clean[self.stored : self.geometry.storable(len(self.clean))]
+
+    @property
+    def known(self) -> int:
+        """The token before the draft; any, if there is none."""
+        return self.clean[-1] if self.clean else 0
 
     def close_block(self, ids: list[int], stop_ids: abc.Set[int]) -> Event:
         """Append a closed block; no ids mean that the model's probabilities are not finite."""

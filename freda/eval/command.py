@@ -17,8 +17,9 @@ from typing import NamedTuple
 from freda.data.mini import GENERATORS
 from freda.data.shards import Manifest
 from freda.decode.api import Model, open_model
-from freda.decode.config import DecodeConfig, EngineConfig
+from freda.decode.config import EngineConfig
 from freda.errors import FredaError, note, require
+from freda.eval.config import EvalSettings
 from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate, result_line
 from freda.eval.tasks import TASKS, tasks_named
@@ -39,7 +40,7 @@ class EvalJob:
     tasks: Sequence[str]
     data: Path
     out: Path | None
-    settings: DecodeConfig
+    settings: EvalSettings
     limit: int
     unpublished: bool
     batch_size: int

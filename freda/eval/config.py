@@ -1,4 +1,4 @@
-"""The TOML file of `freda sweep`: what is measured, and of which systems."""
+"""How answers are asked for, and the TOML file of `freda sweep`: what is measured, and of which systems."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from freda.decode.config import DecodeConfig
 from freda.errors import require
 from freda.sections import build, knob, read_tables, require_at_least
 
 SWEEP_PARTS = ("main", "passes", "pareto", "stability", "tau", "width")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings(DecodeConfig):
+    """How a benchmark's answers are generated, or chosen."""
+
+    likelihood: Literal["auto", "tokens", "blocks"] = knob(
+        "auto",
+        "choices by the next-token distributions of the text, or of drafts; auto: the text's in the shifted layout",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = self.likelihood in ("auto", "tokens", "blocks")
+        require(known, f"likelihood is {self.likelihood!r}; use auto, tokens or blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +41,17 @@ class SystemConfig:
     threshold: float = knob(0.9, "commitment threshold in the main table, η")
     width: int = knob(4, "best-of-n: candidates, N")
     tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
+    likelihood: Literal["auto", "tokens", "blocks"] = knob("auto", "choices by the text or by drafts, see freda eval")
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models is empty; name one model or run folder, or several")
         self.decoding(0)
 
-    def decoding(self, max_new_tokens: int, **changed: Any) -> DecodeConfig:
+    def decoding(self, max_new_tokens: int, **changed: Any) -> EvalSettings:
         """The decoding of this system; 0 tokens takes the default length."""
-        names = ("passes", "threshold", "width", "tau")
+        names = ("passes", "threshold", "width", "tau", "likelihood")
         limit = {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
-        return DecodeConfig(**{**{name: getattr(self, name) for name in names}, **limit, **changed})
+        return EvalSettings(**{**{name: getattr(self, name) for name in names}, **limit, **changed})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from freda.decode.api import Model
 from freda.decode.config import DecodeConfig
 from freda.decode.request import Request, cut_at_stop
 from freda.errors import require
+from freda.eval.config import EvalSettings
 from freda.eval.likelihood import choice_log_probs
 from freda.eval.report.results import RESULTS, SAMPLES, read_samples, wilson
 from freda.eval.tasks.task import Example, Graded, Task, checksum
@@ -47,7 +48,7 @@ def evaluate(
     examples: Sequence[Example],
     out: Path,
     *,
-    settings: DecodeConfig,
+    settings: EvalSettings,
     progress: Progress = lambda done, total, accuracy: None,
 ) -> dict[str, Any]:
     """Answer all examples, or those that an earlier run in `out` has not; returns the content of `results.json`."""
@@ -59,7 +60,7 @@ def evaluate(
         "shots": task.shots,
         "checksum": checksum(examples),
         **about_model(model.loaded),
-        "settings": {"by": "likelihood"} if task.choices else {**asdict(settings), "by": "generation"},
+        "settings": _asked(task, settings),
         "version": __version__,
     }
     with locked(out):
@@ -103,11 +104,23 @@ def request_for(model: Model, prompt: Sequence[int], settings: DecodeConfig, sto
     """A request with no more new tokens than the model has positions for after the prompt."""
     room = model.loaded.backbone.config.max_positions - len(prompt)
     fitted = replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, room)))
-    return Request(**asdict(fitted), prompt=prompt, stop=tuple(stop))
+    return Request(**_decoding(fitted), prompt=prompt, stop=tuple(stop))
+
+
+def _decoding(settings: DecodeConfig) -> dict[str, Any]:
+    return {field.name: getattr(settings, field.name) for field in fields(DecodeConfig)}
+
+
+def _asked(task: Task, settings: EvalSettings) -> dict[str, Any]:
+    """The settings that the answers depend on, as results have them."""
+    if not task.choices:
+        return {**_decoding(settings), "by": "generation"}
+    other = {} if settings.likelihood == "auto" else {"likelihood": settings.likelihood}
+    return {"by": "likelihood", **other}
 
 
 def _answers(
-    model: Model, task: Task, examples: Sequence[Example], settings: DecodeConfig, report: Callable[[int], None]
+    model: Model, task: Task, examples: Sequence[Example], settings: EvalSettings, report: Callable[[int], None]
 ) -> Iterator[list[Sample]]:
     """Answer and grade questions, as many at a time as the engine runs; `report` gets the number that wait for it."""
     answer, begun = _choose if task.choices else _generate, time.perf_counter()
@@ -122,7 +135,7 @@ def _answers(
         pending, begun = [], time.perf_counter()
 
 
-def _generate(model: Model, task: Task, examples: Sequence[Example], settings: DecodeConfig) -> Answers:
+def _generate(model: Model, task: Task, examples: Sequence[Example], settings: EvalSettings) -> Answers:
     """Continue the prompts up to the task's stop strings, in the order in which they finish."""
     tokenizer = model.loaded.tokenizer
     requests = [request_for(model, tokenizer.encode(one.prompt), settings, task.stops) for one in examples]
@@ -132,7 +145,7 @@ def _generate(model: Model, task: Task, examples: Sequence[Example], settings: D
         yield index, {"output": text, **counts, "finish": output.finish, "error": output.error}
 
 
-def _choose(model: Model, task: Task, examples: Sequence[Example], settings: DecodeConfig) -> Answers:
+def _choose(model: Model, task: Task, examples: Sequence[Example], settings: EvalSettings) -> Answers:
     """Take the most likely of the task's one-token answers, from one forward over each prompt."""
     encode, size = model.loaded.tokenizer.encode, model.engine.config.max_batch
     before, choices = encode(examples[0].prompt), list[int]()
@@ -143,7 +156,7 @@ def _choose(model: Model, task: Task, examples: Sequence[Example], settings: Dec
         choices.append(token)
     for first in range(0, len(examples), size):
         contexts = [encode(example.prompt) for example in examples[first : first + size]]
-        scores = choice_log_probs(model.loaded, contexts, choices).tolist()
+        scores = choice_log_probs(model.loaded, contexts, choices, reading=settings.likelihood).tolist()
         for index, row in enumerate(scores, start=first):
             best = task.choices[max(range(len(row)), key=row.__getitem__)]
             yield index, {"output": best, "tokens": 1, "nfe": 1, "finish": "choice", "error": "", "log_probs": row}

@@ -22,9 +22,9 @@ from typing import Any
 
 from freda import __version__
 from freda.decode.api import Model
-from freda.decode.config import DecodeConfig
 from freda.decode.request import Output, Request, cut_at_stop
 from freda.errors import FredaError, missing_package, require
+from freda.eval.config import EvalSettings
 from freda.eval.evaluate import about_model, request_for
 from freda.eval.likelihood import Pair, log_likelihood
 from freda.files import write_whole
@@ -37,7 +37,7 @@ GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}  # o
 class Answerer:
     """Answers requests; `make_lm` turns it into an lm_eval model. `outputs` keeps what was generated, for counting."""
 
-    def __init__(self, model: Model, settings: DecodeConfig, progress: Progress) -> None:
+    def __init__(self, model: Model, settings: EvalSettings, progress: Progress) -> None:
         super().__init__()
         self.model, self.settings, self.outputs, self._progress = model, settings, list[Output](), progress
 
@@ -80,9 +80,10 @@ class Answerer:
         return whole[:shared] or self._before(), whole[shared:]
 
     def _before(self) -> list[int]:
-        """The context of a text's first token: empty, or for an autoregressive model the token that ends a document."""
-        loaded = self.model.loaded
-        return [loaded.tokenizer.eos_id] * loaded.method.layout.held
+        """The context of a text's first token: empty, or where it is predicted behind a known one, BOS or, if there is
+        none, the token that ends a document."""
+        tokenizer, held = self.model.loaded.tokenizer, self.model.loaded.method.geometry.held
+        return [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id] * held
 
     def _request(self, number: int, context: str, options: dict[str, Any]) -> Request:
         """Translate lm_eval's options. The length is the task's own, at most ours; ours where the task sets none."""
@@ -104,7 +105,7 @@ class Answerer:
         return request_for(self.model, prompt, settings, tuple(filter(None, wanted["until"])))
 
 
-def make_lm(model: Model, settings: DecodeConfig, progress: Progress = lambda done, total: None) -> Any:
+def make_lm(model: Model, settings: EvalSettings, progress: Progress = lambda done, total: None) -> Any:
     """An `Answerer` that lm_eval accepts as one of its models."""
     from lm_eval.api.model import LM
 

@@ -55,7 +55,7 @@ def run_sweep(
         model = load(path, device, dtype, max_batch=sweep.batch_size)
         method, about = model.loaded.method, about_model(model.loaded)
         decoding = Decoding(method.axes, method.refines, method.block_size)
-        kind = {"method": about["method"], **decoding._asdict()}
+        kind = {"method": about["method"], "layout": about.get("layout", "paper"), **decoding._asdict()}
         known = systems.setdefault(name, {**kind, "models": []})
         for key, value in kind.items():
             two = f"system.{name} has models of two kinds, {key} {known[key]} and {value}"

@@ -14,8 +14,18 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
-from freda.methods.draft import Draft, Prediction, Rules, advance, clean_mask, likeliest, loss_and_hit
-from freda.methods.method import Layout, Method, Step, Work
+from freda.methods.draft import (
+    Draft,
+    Prediction,
+    Rules,
+    advance,
+    clean_mask,
+    label_loss,
+    likeliest,
+    right_tokens,
+)
+from freda.methods.geometry import NEXT_TOKEN, Geometry, next_tokens
+from freda.methods.method import Method, Step, Work
 from freda.model.head import Logits
 from freda.model.parts import Parts
 
@@ -30,33 +40,26 @@ class Autoregressive(Method):
     name: str = field(default="autoregressive", init=False)
 
     @property
-    def layout(self) -> Layout:
+    def geometry(self) -> Geometry:
         """One token, predicted after the last committed one."""
-        return Layout(block=1, slots=0)
+        return NEXT_TOKEN
 
     def labels(self, batch: Batch) -> Tensor:
-        """Every token that follows another of its document; the EOS fill of the last block is skipped (M1)."""
-        follows = torch.zeros_like(batch.fill)
-        follows[:, 1:] = batch.document[:, 1:] == batch.document[:, :-1]
-        return follows & (batch.document >= 0) & ~batch.fill
+        """Every token with a next one in its document, unless that is EOS fill (M1)."""
+        return next_tokens(batch).counted
 
     def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
         """Cross-entropy of each token given those before it."""
-        return next_token_logits(parts, batch).cross_entropy(batch.tokens.roll(-1, dims=1), self._predicts(batch))
+        return label_loss(next_token_logits(parts, batch), next_tokens(batch))
 
     def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
         """Loss, and how many tokens are the most probable ones."""
-        losses, hit = next_token_logits(parts, batch).map(loss_and_hit, batch.tokens.roll(-1, dims=1))
-        counted = self._predicts(batch)
-        return {"loss": (losses * counted).sum(), "accuracy": (hit & counted).sum()}
-
-    def _predicts(self, batch: Batch) -> Tensor:
-        """Which positions are followed by a token that counts."""
-        return self.labels(batch).roll(-1, dims=1)  # a row's first token follows none, so nothing comes round
+        loss, right = right_tokens(next_token_logits(parts, batch), next_tokens(batch))
+        return {"loss": loss, "accuracy": right}
 
     def work(self, one: Work, passes: int) -> float:
-        """One forward and its backward."""
-        return 3 * sum(one)
+        """One forward of the clean half and its backward."""
+        return 3 * (one.layers + one.clean + one.head)
 
     def rows(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """Nothing is drafted; the one position is blank until it is chosen."""
@@ -71,8 +74,7 @@ class Autoregressive(Method):
         self, parts: Parts, batch: Batch, given: Tensor, passes: int, *, clean_draft: bool = False
     ) -> Iterator[Tensor]:
         """The most probable token after every true prefix; passes change nothing."""
-        made = torch.full_like(batch.tokens, -1)
-        made[:, 1:] = likeliest(next_token_logits(parts, batch), batch.tokens.shape).ids[:, :-1]
+        made = NEXT_TOKEN.by_token(likeliest(next_token_logits(parts, batch), batch.tokens.shape).ids)
         for _ in range(passes):
             yield made
 
@@ -80,5 +82,5 @@ class Autoregressive(Method):
 def next_token_logits(parts: Parts, batch: Batch) -> Logits:
     """Logits at i for token i+1, (R, L): blocks of one token make the clean mask the causal one."""
     backbone = parts.backbone
-    mask = clean_mask(backbone, batch, block_size=1)
+    mask = clean_mask(backbone, batch, NEXT_TOKEN)
     return backbone.head(backbone(backbone.embed_tokens(batch.tokens), batch.position, mask).hidden)

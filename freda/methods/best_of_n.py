@@ -5,6 +5,9 @@ independently from the proposal after t passes, are embedded alike, with α = th
 and scored; the scorer learns to tell the clean one (Eq. bon_loss). Its optimum is the log density ratio between data
 and proposal. Duplicates among the negatives are kept: their gradient vanishes, and dropping them would bend the
 optimum. Decoding (algorithm 3) is self-refinement whose draft is chosen from the beam (`methods/candidates.py`).
+
+In the shifted layout a candidate is the B tokens that a block predicts. The backbone sees those that have slots, all
+but the last; the scorer's hard channel has all B, each beside the hidden state of the slot that predicted it.
 """
 
 from __future__ import annotations
@@ -19,13 +22,23 @@ from torch import Tensor
 from freda.data.loader import Batch
 from freda.decode.config import DecodeConfig
 from freda.errors import require
+from freda.methods.blocks import check_layout
 from freda.methods.candidates import choose, marginal_cost_beam, merge_candidates, propose, sample
-from freda.methods.draft import Candidates, CleanHalf, Prediction, Sampling, clean_half, draw, likeliest, predict
+from freda.methods.draft import (
+    Candidates,
+    CleanHalf,
+    Prediction,
+    Sampling,
+    clean_half,
+    draw,
+    likeliest,
+    packed_drafts,
+    predict,
+)
 from freda.methods.method import Method, Step, Work
 from freda.methods.noise import Purpose, uniform
 from freda.methods.self_refine import Refining
 from freda.methods.state import DecodeState, Limits
-from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
 from freda.model.head import Logits
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
@@ -36,7 +49,8 @@ VALIDATED_TAU = (0.0, 0.1, 1.0)
 
 
 class Slots(NamedTuple):
-    """What competes in every block: S texts of packed rows and the proposal's probability of each token."""
+    """What competes in every block: S texts of packed rows, by the draft's slots that predict them, and the proposal's
+    probability of each token."""
 
     ids: Tensor  # (R, S, L) int64
     alpha: Tensor  # (R, S, L) fp32
@@ -61,6 +75,8 @@ class BestOfN(Refining):
         require_at_least(1, self, "method", "num_negatives")
         hint = "best-of-n shows every candidate by its probability: use false"
         require(not self.committed_hard, f"method.committed_hard is true; {hint}")
+        odd = f"method.block_size is {self.block_size}: a shifted block of one slot shows nothing of a candidate"
+        require(self.geometry.lead < self.block_size, f"{odd}; use 2 or more")
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -71,6 +87,7 @@ class BestOfN(Refining):
         if proposer is not None:  # a scorer judges drafts, so it must see them as the model that makes them does
             odd = f"train.init {source} was trained as {proposer.name}; {stage_one}"
             require(isinstance(proposer, Refining), odd)
+            check_layout(self.geometry, proposer.geometry, source)
             for key, trained in proposer.stored().items():
                 asked = getattr(self, key)
                 require(asked == trained, f"method.{key} is {asked}, but {source} was trained with {trained}; use that")
@@ -131,7 +148,7 @@ class BestOfN(Refining):
         """The part of `validate` about the choice among {clean text, beam candidates}, for every block."""
         real = self._real(batch)
         beam = self.beam_slots(logits, batch)
-        ids = torch.cat([batch.tokens[:, None], beam.ids], dim=1)
+        ids = torch.cat([self.geometry.targets(batch).ids[:, None], beam.ids], dim=1)
         prob = logits.map(_gathered, ids.transpose(1, 2))[0].transpose(1, 2)  # (R, S, L): of each token
         valid = torch.cat([torch.ones_like(beam.valid[..., :1]), beam.valid], dim=-1)
         slots = Slots(ids, self.feedback_weight(prob), torch.zeros_like(real, dtype=torch.int64), valid)
@@ -145,7 +162,7 @@ class BestOfN(Refining):
     def proposal(self, parts: Parts, batch: Batch, passes: int) -> tuple[CleanHalf, Logits]:
         """The clean text as a cache, run once for the drafts and for all slots (M7), and the logits (R, L) of the last
         of `passes` passes from the blank draft: the distribution of the candidates."""
-        clean, draft = clean_half(parts.backbone, batch, self.block_size), self.blank_draft(parts.backbone, batch)
+        clean, draft = clean_half(parts.backbone, batch, self.geometry), self.blank_draft(parts.backbone, batch)
         for _ in range(passes):
             logits, draft = self.refine(parts.backbone, clean, draft)
         return clean, logits
@@ -155,7 +172,9 @@ class BestOfN(Refining):
         seed, number, row, place = step.counters(batch.tokens)
         negative = torch.arange(self.num_negatives, device=row.device)
         point = uniform(Purpose.NEGATIVES, seed, number, row[..., None], place[:, None], negative)  # (R, L, n)
-        ids, prob = (part.transpose(1, 2) for part in logits.map(_truth_and_draws, batch.tokens, point))
+        truth = self.geometry.targets(batch)
+        ids, prob = (part.transpose(1, 2) for part in logits.map(_truth_and_draws, truth.ids, point))
+        ids = torch.where(truth.counted[:, None], ids, truth.ids[:, None])  # where there is no label, nothing differs
         first = torch.zeros_like(self._real(batch), dtype=torch.int64)
         valid = torch.ones_like(first, dtype=torch.bool)[..., None].expand(-1, -1, ids.shape[1])
         return Slots(ids, self.feedback_weight(prob), first, valid)
@@ -163,10 +182,12 @@ class BestOfN(Refining):
     def beam_slots(self, logits: Logits, batch: Batch) -> Slots:
         """The ablation of M9: beam candidates alone; a block counts only if its clean text is one of them."""
         rows, size, width = len(batch.tokens), self.block_size, 1 + self.num_negatives
+        truth, free, _ = (part.view(-1, size) for part in self.geometry.targets(batch))
         top = likeliest(logits, (-1, size), runner_up=True)
-        free, swaps = torch.ones_like(top.ids, dtype=torch.bool), torch.full_like(top.ids[:, 0], size)
+        top = top._replace(ids=torch.where(free, top.ids, truth))
+        swaps = torch.full_like(top.ids[:, 0], size)
         found = marginal_cost_beam(top, free, width=width, swaps=swaps, most_swaps=size)
-        hit = (found.ids == batch.tokens.view(-1, 1, size)).all(-1) & found.valid  # (blocks, S)
+        hit = (found.ids == truth[:, None]).all(-1) & found.valid  # (blocks, S)
         target = torch.where(hit.any(-1), hit.int().argmax(-1), -1).view(rows, -1)
         ids, alpha = (p.view(rows, -1, width, size).transpose(1, 2).flatten(2) for p in (found.ids, found.alpha))
         return Slots(ids, self.feedback_weight(alpha), target, found.valid.view(rows, -1, width))
@@ -175,19 +196,16 @@ class BestOfN(Refining):
         """One packed forward [slot_1 | ... | slot_S], which do not see each other, over the clean text; then the
         scorer, which alone has a gradient: scores (R, L/B, S)."""
         assert parts.scorer is not None
-        rows, count, length = slots.ids.shape
-        document, position = (part.repeat(1, count) for part in (batch.document, batch.position))
-        slot = torch.arange(count, device=document.device).repeat_interleave(length).expand(rows, -1)
-        draft = draft_tokens(document, position, self.block_size, slot)
-        text = clean_tokens(batch.document, batch.position, self.block_size)
-        mask = make_mask(draft, concat(text, draft), parts.backbone.backend)
+        rows, count, _ = slots.ids.shape
+        position, mask = packed_drafts(parts.backbone, batch, self.geometry, count)
         with torch.no_grad():
             embedding = parts.backbone.embed_tokens(slots.ids)
-            x = self.embed(parts.backbone, slots.ids.flatten(1), slots.alpha.flatten(1))
+            x = self.packed_rows(parts.backbone, clean, slots.ids, slots.alpha)
             out: Forward = parts.backbone(x, position, mask, clean.past)
         hidden = parts.scorer.soft_channel(parts.backbone, out, position, mask, clean.past[-1])
         hidden, embedding = (part.reshape(-1, self.block_size, part.shape[-1]) for part in (hidden, embedding))
-        scores: Tensor = parts.scorer(hidden, embedding, (document >= 0).reshape(-1, self.block_size))
+        counted = self.geometry.targets(batch).counted.repeat(1, count).view(-1, self.block_size)
+        scores: Tensor = parts.scorer(hidden, embedding, counted)
         return scores.view(rows, count, -1).transpose(1, 2)
 
     def _real(self, batch: Batch) -> Tensor:
@@ -206,8 +224,8 @@ class BestOfN(Refining):
 
     def work(self, one: Work, passes: int) -> float:
         """Forwards of the clean half, the passes and the slots; the scorer is small beside them."""
-        text = one.layers + one.attention
-        return text + passes * sum(one) + (1 + self.num_negatives) * text
+        slot = one.layers + one.draft
+        return one.layers + one.clean + passes * one.one_pass + (1 + self.num_negatives) * slot
 
     # -- decoding ----------------------------------------------------------------------------------------------------
 

@@ -15,15 +15,17 @@ from torch import Tensor
 
 from freda.data.loader import Batch
 from freda.errors import require
-from freda.methods.draft import Draft, Prediction, Rules, advance, clean_half, draft_logits, label_loss
-from freda.methods.method import Method, Step
+from freda.methods.blocks import DraftLoss
+from freda.methods.draft import CleanHalf, Draft, Prediction, Rules, advance, clean_half, draft_logits, label_loss
+from freda.methods.method import Step
 from freda.methods.noise import Purpose, uniform
+from freda.model.head import Logits
 from freda.model.parts import Parts
 from freda.sections import knob
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDiffusion(Method):
+class BlockDiffusion(DraftLoss):
     """Masked diffusion over blocks."""
 
     name: str = field(default="block-diffusion", init=False)
@@ -36,27 +38,37 @@ class BlockDiffusion(Method):
         require(0 < self.noise_min <= self.noise_max <= 1, f"{levels} must satisfy 0 < min <= max <= 1")
 
     def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
-        """Eq. mdm_objective: cross-entropy on masked positions, weighted by 1/t."""
+        """Eq. mdm_objective: cross-entropy on masked tokens, weighted by 1/t."""
         level, masked = self.noise(batch, step)
-        return self._label_loss(parts, batch, 1.0 - masked.float(), masked / level)
+        clean = clean_half(parts.backbone, batch, self.geometry)
+        logits = self._logits(parts, batch, clean, masked)
+        return self.draft_loss(parts.backbone, batch, clean, logits, step, masked / level)
 
     def noise(self, batch: Batch, step: Step) -> tuple[Tensor, Tensor]:
-        """The noise level t of each token's block and which tokens are masked, each (R, L)."""
+        """The noise level t of what each slot predicts, that of its block, and whether it is masked, each (R, L). A
+        token that no slot shows is always masked, at level 1."""
         seed, number, row, place = step.counters(batch.tokens)
         level = uniform(Purpose.NOISE_LEVEL, seed, number, row, place // self.block_size)
         level = self.noise_min + (self.noise_max - self.noise_min) * level
+        shown = self.geometry.again(place.device).repeat(len(place) // self.block_size)
+        level = torch.where(shown, level, 1.0)
         return level, uniform(Purpose.MASKING, seed, number, row, place) < level
 
     def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
-        """The training loss, a bound on the negative log-likelihood if all noise levels are used; that of pass 1."""
-        blank = self._label_loss(parts, batch, torch.zeros_like(batch.tokens).float())
-        return {"loss": self.loss(parts, batch, step), "pass1": blank}
+        """The draft's loss on the data, a bound on the negative log-likelihood if all noise levels are used; that of
+        pass 1; those of a causal clean half."""
+        level, masked = self.noise(batch, step)
+        clean, targets = clean_half(parts.backbone, batch, self.geometry), self.geometry.targets(batch)
+        noisy, blank = (self._logits(parts, batch, clean, part) for part in (masked, torch.ones_like(masked)))
+        numbers = {"loss": label_loss(noisy, targets, masked / level), "pass1": label_loss(blank, targets)}
+        return {**numbers, **self.validate_clean(parts.backbone, batch, clean)}
 
-    def _label_loss(self, parts: Parts, batch: Batch, alpha: Tensor, weights: Tensor | float = 1.0) -> Tensor:
-        """The loss of one pass over the true text, shown with weights `alpha` (R, L) against BLANK."""
-        clean = clean_half(parts.backbone, batch, self.block_size)
-        x = self.embed(parts.backbone, batch.tokens, alpha)
-        return label_loss(draft_logits(parts.backbone, x, clean), batch, weights)
+    def _logits(self, parts: Parts, batch: Batch, clean: CleanHalf, masked: Tensor) -> Logits:
+        """One pass over the true text, of which some is `masked` (R, L), by the slots that predict it."""
+        text = (self.geometry.by_slot(batch.tokens), 1.0 - masked.float())
+        shown = self.geometry.shown(clean.known, *(part.view(-1, self.block_size) for part in text))
+        ids, alpha = (part.view_as(batch.tokens) for part in shown)
+        return draft_logits(parts.backbone, self.embed(parts.backbone, ids, alpha), clean)
 
     def rows(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """Revealed tokens as they are, BLANK elsewhere."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freda.data.loader import Batch
+from freda.methods.geometry import Geometry, Targets
 from freda.methods.noise import Purpose, gumbel
 from freda.model.attention import Mask, clean_tokens, concat, draft_tokens, make_mask
 from freda.model.head import Logits
@@ -187,31 +188,44 @@ class CleanHalf(NamedTuple):
     """The committed text of packed rows as a cache (M7): every pass over the draft half sees it."""
 
     past: list[KeysValues]
-    mask: Mask  # draft tokens over [clean, draft] keys
+    mask: Mask  # draft slots over [clean, draft] keys
     position: Tensor  # (R, L)
+    known: Tensor  # (N,) int64: the token of each block's first slot, which a shifted draft shows there
+    hidden: Tensor | None  # (R, L, D), which predict the next tokens where the context is causal
 
 
-def clean_half(model: Transformer, batch: Batch, block_size: int) -> CleanHalf:
+def clean_half(model: Transformer, batch: Batch, geometry: Geometry) -> CleanHalf:
     """Run the clean half once; `t` passes then cost t more halves instead of t whole `[draft, clean]` forwards."""
-    past = model(model.embed_tokens(batch.tokens), batch.position, clean_mask(model, batch, block_size)).new
-    return CleanHalf(past, draft_mask(model, batch, block_size), batch.position)
+    out = model(model.embed_tokens(batch.tokens), batch.position, clean_mask(model, batch, geometry))
+    mask, known = draft_mask(model, batch, geometry), geometry.known(batch.tokens)
+    return CleanHalf(out.new, mask, batch.position, known, out.hidden if geometry.causal else None)
 
 
-def clean_mask(model: Transformer, batch: Batch, block_size: int) -> Mask:
+def clean_mask(model: Transformer, batch: Batch, geometry: Geometry) -> Mask:
     """The mask of the clean half of packed rows by itself."""
-    if _is_staircase(model, batch, block_size):
-        return Staircase(block_size, draft=False)
-    clean = clean_tokens(batch.document, batch.position, block_size)
+    if _is_staircase(model, batch, geometry.context):
+        return Staircase(geometry.context, draft=False)
+    clean = clean_tokens(batch.document, batch.position, geometry.context)
     return make_mask(clean, clean, model.backend)
 
 
-def draft_mask(model: Transformer, batch: Batch, block_size: int) -> Mask:
-    """The mask of a draft of whole rows over [clean, draft] keys."""
-    if _is_staircase(model, batch, block_size):
-        return Staircase(block_size, draft=True)
-    clean = clean_tokens(batch.document, batch.position, block_size)
-    draft = draft_tokens(batch.document, batch.position, block_size)
+def draft_mask(model: Transformer, batch: Batch, geometry: Geometry) -> Mask:
+    """The mask of drafts of whole rows over [clean, draft] keys."""
+    if _is_staircase(model, batch, geometry.block):
+        return Staircase(geometry.block, draft=True)
+    clean = clean_tokens(batch.document, batch.position, geometry.context)
+    draft = draft_tokens(batch.document, geometry.first(batch.position))
     return make_mask(draft, concat(clean, draft), model.backend)
+
+
+def packed_drafts(model: Transformer, batch: Batch, geometry: Geometry, count: int) -> tuple[Tensor, Mask]:
+    """Positions (R, C·L) and the mask of so many drafts of whole rows side by side, over [clean, drafts] keys."""
+    rows, length = batch.tokens.shape
+    document, position = (part.repeat(1, count) for part in (batch.document, batch.position))
+    candidate = torch.arange(count, device=document.device).repeat_interleave(length).expand(rows, -1)
+    clean = clean_tokens(batch.document, batch.position, geometry.context)
+    drafts = draft_tokens(document, geometry.first(position), candidate)
+    return position, make_mask(drafts, concat(clean, drafts), model.backend)
 
 
 def _is_staircase(model: Transformer, batch: Batch, block_size: int) -> bool:
@@ -228,9 +242,9 @@ def draft_logits(model: Transformer, x: Tensor, clean: CleanHalf) -> Logits:
     return model.head(model(x, clean.position, clean.mask, clean.past).hidden)
 
 
-def label_loss(logits: Logits, batch: Batch, weights: Tensor | float = 1.0) -> Tensor:
-    """Weighted sum of the cross-entropy of every position with its own token (M3: no shift), without padding."""
-    return logits.cross_entropy(batch.tokens, (batch.document >= 0) * weights)
+def label_loss(logits: Logits, targets: Targets, weights: Tensor | float = 1.0) -> Tensor:
+    """Weighted sum of the cross-entropy of every slot that counts."""
+    return logits.cross_entropy(targets.ids, targets.counted * weights)
 
 
 def likeliest(logits: Logits, shape: Sequence[int], *, runner_up: bool = False) -> Prediction:
@@ -249,11 +263,10 @@ def _top_two(logits: Tensor) -> tuple[Tensor, ...]:
     return tuple(predict(logits[:, None], runner_up=True)[part][:, 0] for part in range(4))
 
 
-def right_tokens(logits: Logits, batch: Batch) -> tuple[Tensor, Tensor]:
+def right_tokens(logits: Logits, targets: Targets) -> tuple[Tensor, Tensor]:
     """For validation: the sum of the losses as `label_loss`, and how many most probable tokens are the true ones."""
-    counted = batch.document >= 0
-    losses, hit = logits.map(loss_and_hit, batch.tokens)
-    return (losses * counted).sum(), (hit & counted).sum()
+    losses, hit = logits.map(loss_and_hit, targets.ids)
+    return (losses * targets.counted).sum(), (hit & targets.counted).sum()
 
 
 def loss_and_hit(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:

@@ -5,8 +5,7 @@ A method is a subclass of `Method` whose fields are the keys of the `[method]` s
 forward; a sweep varies the settings that `axes` names. Adding a method is a file in this folder and a line in
 `__init__`: nothing outside this folder asks which method it has.
 
-`Method` itself has the defaults of a block method in the paper's layout: a draft in its own rows, each position
-predicting its own token.
+`Method` itself has the defaults of a block method in the paper's layout; `blocks.BlockMethod` has the choice of one.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from freda.methods.draft import (
     soft_embedding,
     start,
 )
+from freda.methods.geometry import Counted, Geometry
 from freda.methods.state import DecodeState, Limits
 from freda.model.config import ModelConfig, head_parameters, layer_parameters
 from freda.model.head import Logits
@@ -57,6 +57,7 @@ class Step(NamedTuple):
     total: Callable[[Tensor], Tensor] = lambda numbers: numbers
     """Counts (n,) of these rows to those of the whole group, of which another process may have the rest. All processes
     call it together, equally often; it stays on the device."""
+    counts: Sequence[int] = ()  # `Method.counts` of the whole step; none: these rows are all there is
 
     def counters(self, tokens: Tensor) -> tuple[int, int, Tensor, Tensor]:
         """Counters of the noise of packed tokens (R, L): seed, step, row (R, 1) and place (L,)."""
@@ -64,24 +65,18 @@ class Step(NamedTuple):
         return self.seed, self.step, row, torch.arange(tokens.shape[1], device=tokens.device)
 
 
-class Layout(NamedTuple):
-    """How a block lies in a decoding forward."""
-
-    block: int  # tokens that a pass predicts
-    slots: int  # draft tokens of one candidate; 0: the pass predicts after the last committed token
-
-    @property
-    def held(self) -> int:
-        """Committed tokens that are not stored before a pass, because the pass predicts after them."""
-        return 0 if self.slots else 1
-
-
 class Work(NamedTuple):
     """Operations of one forward over the clean tokens of a step, by what they are."""
 
     layers: float
-    attention: float
+    clean: float  # attention of the clean half
+    draft: float  # attention of a draft over the clean half
     head: float
+
+    @property
+    def one_pass(self) -> float:
+        """A pass over the draft half, without gradient."""
+        return self.layers + self.draft + self.head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,16 +105,21 @@ class Method:
         return METHODS[name], {key: value for key, value in values.items() if key != "name"}
 
     def stored(self) -> dict[str, Any]:
-        """The settings that decoding must repeat, for the model folder."""
-        return {key.name: getattr(self, key.name) for key in dataclasses.fields(self) if key.metadata.get("stored")}
+        """The settings that decoding must repeat, for the model folder, without those that are what a folder means that
+        does not have them."""
+        keys = [key for key in dataclasses.fields(self) if key.metadata.get("stored")]
+        values = {key.name: (getattr(self, key.name), key.metadata.get("absent", ...)) for key in keys}
+        return {name: value for name, (value, absent) in values.items() if value != absent}
 
     @classmethod
     def restored(cls, section: Mapping[str, Any]) -> Self:
         """The method of a model folder, from the settings that `stored` gave."""
-        keys = [key.name for key in dataclasses.fields(cls) if key.metadata.get("stored")]
-        for key in keys:
-            require(key in section, f"the freda section of config.json has no {key}; write the model again")
-        restored: Self = build(cls, {key: section[key] for key in keys}, "method.")
+        values = {}
+        for key in (key for key in dataclasses.fields(cls) if key.metadata.get("stored")):
+            there = key.name in section or "absent" in key.metadata
+            require(there, f"the freda section of config.json has no {key.name}; write the model again")
+            values[key.name] = section.get(key.name, key.metadata.get("absent"))
+        restored: Self = build(cls, values, "method.")
         return restored
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -139,44 +139,51 @@ class Method:
         return set()
 
     def labels(self, batch: Batch) -> Tensor:
-        """Which tokens count in the loss, (R, L) bool: every token, the EOS fill too, to learn to close a block."""
-        return batch.document >= 0
+        """Which slots count in the loss, (R, L) bool: all that predict a token, the EOS fill too, to learn to close a
+        block."""
+        return self.geometry.targets(batch).counted
+
+    def counts(self, batch: Batch) -> list[int]:
+        """What the loss of a step is divided by, for these rows: the labels, and whatever else the method counts."""
+        return [int(self.labels(batch).sum())]
 
     def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
         """Training loss summed over the labels, with gradient."""
         raise NotImplementedError
 
     def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
-        """Validation numbers by name, each summed over the labels; one is called `loss`."""
+        """Validation numbers by name, each summed over the labels, or with a count of its own, (2,): sum and count. One
+        is called `loss`."""
         raise NotImplementedError
 
-    def flops(self, shape: ModelConfig, tokens: int, pairs: int, passes: int) -> float:
-        """Useful operations of a training step over `tokens` clean tokens that see `pairs` pairs of query and key.
+    def flops(self, shape: ModelConfig, size: Counted, passes: int) -> float:
+        """Useful operations of a training step over packed rows of this size, as `geometry` counts them.
 
         A product of a weight with a token is 2 operations, 6 with its backward. Attention counts pairs of a query and a
         key it may see, 4 · heads · width operations forward and twice as many backward.
         """
-        layers, head = (2.0 * count * tokens for count in (layer_parameters(shape), head_parameters(shape)))
-        return self.work(Work(layers, 4.0 * shape.layers * shape.heads * shape.head_dim * pairs, head), passes)
+        layers, head = (2.0 * count * size.tokens for count in (layer_parameters(shape), head_parameters(shape)))
+        pair = 4.0 * shape.layers * shape.heads * shape.head_dim
+        return self.work(Work(layers, pair * size.clean_pairs, pair * size.draft_pairs, head), passes)
 
     def work(self, one: Work, passes: int) -> float:
-        """Operations of a step, from those of `one` forward of the clean half (with `one.head`, of the draft)."""
-        return 3 * (2 * one.layers + 2 * one.attention + one.head)
+        """Operations of a step, from those of `one` forward: here both halves, with gradient."""
+        return 3 * (one.layers + one.clean + one.one_pass)
 
     # -- decoding ----------------------------------------------------------------------------------------------------
 
     @property
-    def layout(self) -> Layout:
-        """How a block lies in a decoding forward."""
-        return Layout(self.block_size, self.block_size)
+    def geometry(self) -> Geometry:
+        """How blocks lie in training and decoding."""
+        return Geometry(self.block_size)
 
     def check(self, parts: Parts, request: DecodeConfig, prompt: Sequence[int]) -> None:
         """Refuse a request that cannot be decoded."""
         top = parts.backbone.blank_id
         odd = next((token for token in prompt if not 0 <= token < top), None)
         require(odd is None, f"token id {odd} is BLANK or beyond the vocabulary; use ids 0 to {top - 1}")
-        held = self.layout.held
-        require(len(prompt) >= held, f"the prompt is empty; {self.name} decoding needs {held} token")
+        empty = f"the prompt is empty, and {self.name} decoding here predicts behind a known token"
+        require(len(prompt) >= self.geometry.held, f"{empty}; begin with one, BOS if the tokenizer has it")
 
     def off_device(self, parts: Parts) -> str:
         """Why the GPU's decoding kernels cannot be used, or nothing."""
@@ -187,7 +194,8 @@ class Method:
         return Limits(width=1, swaps=0, samples=any(r.temperature > 0 for r in requests), draws=False)
 
     def rows(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """What the model sees of a draft: ids (N, B) and their weights α (N, B) against BLANK."""
+        """What the next pass sees of a draft: ids (N, B) and their weights α (N, B) against BLANK. In which slots they
+        are shown is a matter of the geometry."""
         raise NotImplementedError
 
     def embed(self, backbone: Transformer, ids: Tensor, alpha: Tensor) -> Tensor:
@@ -226,8 +234,16 @@ class Method:
 
     def pass_logits(self, backbone: Transformer, clean: CleanHalf, draft: Draft) -> Logits:
         """One pass over the drafts of all blocks of packed rows, (R, L)."""
-        ids, alpha = (part.view_as(clean.position) for part in self.rows(draft))
+        shown = self.geometry.shown(clean.known, *self.rows(draft))
+        ids, alpha = (part.view_as(clean.position) for part in shown)
         return draft_logits(backbone, self.embed(backbone, ids, alpha), clean)
+
+    def packed_rows(self, backbone: Transformer, clean: CleanHalf, ids: Tensor, alpha: Tensor) -> Tensor:
+        """C drafts of all blocks of packed rows, (R, C, L), as the input of one forward, (R, C·L, D)."""
+        rows, count, length = ids.shape
+        blocks = (part.reshape(rows, count, -1, self.block_size) for part in (ids, alpha))
+        shown = self.geometry.shown(clean.known.view(rows, 1, -1), *blocks)
+        return self.embed(backbone, *(part.reshape(rows, count * length) for part in shown))
 
     @torch.no_grad()
     def teacher_forced(
@@ -237,9 +253,10 @@ class Method:
 
         The drafts begin blank, or with `clean_draft` as the true text, shown as surely as `given` tokens.
         """
-        backbone, shape = parts.backbone, (-1, self.block_size)
-        clean, tokens = clean_half(backbone, batch, self.block_size), batch.tokens.view(shape)
-        draft = start(tokens, given.view(shape), backbone.blank_id)
+        backbone, geometry = parts.backbone, self.geometry
+        clean = clean_half(backbone, batch, geometry)
+        tokens, given = (geometry.by_slot(part).view(-1, self.block_size) for part in (batch.tokens, given))
+        draft = start(tokens, given, backbone.blank_id)
         if clean_draft:
             draft = draft._replace(ids=tokens, prob=torch.ones_like(draft.prob))
         never = torch.full_like(draft.passes, NEVER, dtype=torch.float32)
@@ -247,19 +264,12 @@ class Method:
         for _ in range(passes):
             logits = self.pass_logits(backbone, clean, draft)
             draft = self.update(draft, likeliest(logits, draft.ids.shape), rules)
-            yield draft.ids.view_as(batch.tokens)
+            yield geometry.by_token(draft.ids.view_as(batch.tokens))
 
-
-def visible_pairs(lengths: list[int], block_size: int) -> int:
-    """Pairs of a token and a key it sees in clean documents of these lengths; drafts over them have as many.
-
-    A clean token of block j sees j + 1 blocks; a drafted one j clean blocks and its own draft.
-    """
-    blocks = [-(-length // block_size) for length in lengths]
-    return sum(block_size * block_size * count * (count + 1) // 2 for count in blocks)
-
-
-def counted(batch: Batch, block_size: int) -> tuple[int, int]:
-    """Tokens of packed rows without padding, and pairs as `visible_pairs` counts them."""
-    real = batch.document >= 0
-    return int(real.sum()), int(((batch.position // block_size + 1) * block_size * real).sum())
+    def choices(
+        self, parts: Parts, batch: Batch, given: Tensor, passes: int, *, width: int, swaps: int
+    ) -> Iterator[Tensor]:
+        """As `teacher_forced`, with what a pass makes of every draft that it might be shown: tokens (R, C, L), of which
+        the first go on. Here a pass has one draft."""
+        for made in self.teacher_forced(parts, batch, given, passes):
+            yield made[:, None]

@@ -8,6 +8,7 @@ more is committed, recomputed after each pass, and until the block closes every 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from freda.data.loader import Batch
 from freda.errors import require
+from freda.methods.blocks import BlockMethod, DraftLoss
+from freda.methods.candidates import marginal_cost_beam
 from freda.methods.draft import (
     CleanHalf,
     Draft,
@@ -24,14 +27,14 @@ from freda.methods.draft import (
     advance,
     clean_half,
     draw,
-    label_loss,
     leftmost_run,
     likeliest,
+    packed_drafts,
     right_tokens,
     soft_embedding,
     start,
 )
-from freda.methods.method import NEVER, Method, Step, Work
+from freda.methods.method import NEVER, Step, Work
 from freda.methods.noise import Purpose, uniform
 from freda.model.head import Logits
 from freda.model.parts import Parts
@@ -43,7 +46,7 @@ VALIDATION_PASSES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refining(Method):
+class Refining(BlockMethod):
     """Drafts that are shown to the model again: what self-refinement and Best-of-N have in common."""
 
     refines: ClassVar[bool] = True
@@ -105,9 +108,34 @@ class Refining(Method):
         logits = self.pass_logits(backbone, clean, draft)
         return logits, self.refined(draft, likeliest(logits, draft.ids.shape))
 
+    @torch.no_grad()
+    def choices(
+        self, parts: Parts, batch: Batch, given: Tensor, passes: int, *, width: int, swaps: int
+    ) -> Iterator[Tensor]:
+        """After every pass, what became of `width` candidates, the beam's (M10), of the drafts before it; the drafts
+        themselves are the first."""
+        backbone, geometry, rows = parts.backbone, self.geometry, len(batch.tokens)
+        clean = clean_half(backbone, batch, geometry)
+        position, mask = packed_drafts(backbone, batch, geometry, width)
+        tokens, given = (geometry.by_slot(part).view(-1, self.block_size) for part in (batch.tokens, given))
+        draft = start(tokens, given, backbone.blank_id)
+        most = torch.full_like(draft.passes, swaps)
+        for _ in range(passes):
+            found = marginal_cost_beam(Prediction(*draft[:4]), ~given, width=width, swaps=most, most_swaps=swaps)
+            shown = (
+                torch.where(found.valid[..., None], part, part[:, :1]).view(rows, -1, width, self.block_size)
+                for part in (found.ids, self.feedback_weight(found.alpha))
+            )
+            ids, alpha = (part.transpose(1, 2).flatten(2) for part in shown)
+            x = self.packed_rows(backbone, clean, ids, alpha)
+            logits = backbone.head(backbone(x, position, mask, clean.past).hidden)
+            made = likeliest(logits, (rows, width, -1, self.block_size), runner_up=True)
+            yield geometry.by_token(torch.where(given.view(rows, 1, -1), tokens.view(rows, 1, -1), made.ids.flatten(2)))
+            draft = self.refined(draft, Prediction(*(part[:, 0].reshape(draft.ids.shape) for part in made)))
+
 
 @dataclass(frozen=True, kw_only=True)
-class SelfRefine(Refining):
+class SelfRefine(Refining, DraftLoss):
     """Training on the model's own multi-pass drafts."""
 
     name: str = field(default="self-refine", init=False)
@@ -124,12 +152,12 @@ class SelfRefine(Refining):
     def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
         """Eq. self_refine_loss after t−1 passes without gradient (M6, M7): nothing is kept of them but the draft."""
         backbone = parts.backbone
-        clean = clean_half(backbone, batch, self.block_size)
+        clean = clean_half(backbone, batch, self.geometry)
         draft = self.initial_draft(backbone, batch, step)
         with torch.no_grad():
             for _ in range(step.passes - 1):
                 draft = self.training_pass(backbone, clean, draft, step)
-        return label_loss(self.pass_logits(backbone, clean, draft), batch)
+        return self.draft_loss(backbone, batch, clean, self.pass_logits(backbone, clean, draft), step, 1.0)
 
     def training_pass(self, backbone: Transformer, clean: CleanHalf, draft: Draft, step: Step) -> Draft:
         """The drafts after a pass: greedy, as decoding makes them, or with `drafts = "sampled"` drawn from it."""
@@ -138,32 +166,36 @@ class SelfRefine(Refining):
         return self.refined(draft, sampled(self.pass_logits(backbone, clean, draft), draft, step))
 
     def initial_draft(self, backbone: Transformer, batch: Batch, step: Step) -> Draft:
-        """Blank blocks, some positions of which show the truth while training (M8)."""
+        """Blank blocks, some tokens of which are the true ones while training (M8)."""
         draft, shown = self.blank_draft(backbone, batch), self.replaced(batch, step)
-        return draft._replace(ids=torch.where(shown, batch.tokens.view_as(draft.ids), draft.ids), prob=shown.float())
+        truth = self.geometry.by_slot(batch.tokens).view_as(draft.ids)
+        return draft._replace(ids=torch.where(shown, truth, draft.ids), prob=shown.float())
 
     def replaced(self, batch: Batch, step: Step) -> Tensor:
-        """Which positions of the first draft show their true token, (N, B): a share that falls over half of the run."""
+        """Which tokens of the first draft are the true ones, (N, B): a share of those that have slots, which falls over
+        half of the run."""
         start, end = self.replacement_start, self.replacement_end
         point = uniform(Purpose.REPLACEMENT, *step.counters(batch.tokens))
         shown = (point < start + (end - start) * min(1.0, 2 * step.progress)).view(-1, self.block_size)
+        shown = shown & self.geometry.again(shown.device)
         if self.replacement == "prefix":  # as many as independent draws show, but from the left: a prompt's tail
             shown = torch.arange(self.block_size, device=shown.device) < shown.sum(-1, keepdim=True)
         return shown
 
     def validate(self, parts: Parts, batch: Batch, step: Step) -> dict[str, Tensor]:
-        """Loss and token accuracy of each pass from blank drafts over clean text."""
+        """Loss and token accuracy of each pass from blank drafts over clean text; those of a causal clean half."""
         backbone = parts.backbone
-        clean, draft = clean_half(backbone, batch, self.block_size), self.blank_draft(backbone, batch)
-        numbers: dict[str, Tensor] = {}
+        clean, draft = clean_half(backbone, batch, self.geometry), self.blank_draft(backbone, batch)
+        numbers, targets = dict[str, Tensor](), self.geometry.targets(batch)
         for index in range(1, VALIDATION_PASSES + 1):
             logits, draft = self.refine(backbone, clean, draft)
-            numbers[f"pass{index}"], numbers[f"accuracy{index}"] = right_tokens(logits, batch)
-        return {"loss": numbers[f"pass{min(self.passes, VALIDATION_PASSES)}"], **numbers}
+            numbers[f"pass{index}"], numbers[f"accuracy{index}"] = right_tokens(logits, targets)
+        last = numbers[f"pass{min(self.passes, VALIDATION_PASSES)}"]
+        return {"loss": last, **numbers, **self.validate_clean(backbone, batch, clean)}
 
     def work(self, one: Work, passes: int) -> float:
         """The pass with gradient, and the forwards of those without."""
-        return super().work(one, passes) + (passes - 1) * sum(one)
+        return super().work(one, passes) + (passes - 1) * one.one_pass
 
 
 def sampled(logits: Logits, draft: Draft, step: Step) -> Prediction:

@@ -23,6 +23,7 @@ class DecodeState(NamedTuple):
 
     draft: Draft  # (R, B) each
     begin: Tensor  # (R,) int64: position of the draft's first token
+    known: Tensor  # (R,) int64: the token before it, which a shifted draft shows in its first slot
     rules: Rules
     sampling: Sampling
     search: Search
@@ -38,6 +39,7 @@ class DecodeState(NamedTuple):
         return DecodeState(
             Draft(*(part[rows] for part in self.draft)),
             self.begin[rows],
+            self.known[rows],
             self.rules._replace(passes=self.rules.passes[rows], threshold=self.rules.threshold[rows]),
             Sampling(*(part[rows] for part in self.sampling)),
             Search(*(part[rows] for part in self.search)),
@@ -54,7 +56,9 @@ class Limits(NamedTuple):
     draws: bool  # does any request sample its candidates?
 
 
-def new_state(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, stop_ids: Tensor) -> DecodeState:
+def new_state(
+    requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, known: Tensor, stop_ids: Tensor
+) -> DecodeState:
     """Requests at the beginning of their first block."""
 
     def row(name: str, dtype: torch.dtype, equals: str | None = None) -> Tensor:
@@ -68,7 +72,7 @@ def new_state(requests: Sequence[DecodeConfig], draft: Draft, begin: Tensor, sto
     sampling = Sampling(row("temperature", real), row("top_p", real), seed)
     sampled, gumbel = row("candidates", torch.bool, "sampled"), row("select", torch.bool, "gumbel")
     search = Search(row("width", whole), row("swaps", whole), row("tau", real), sampled, gumbel, seed)
-    return DecodeState(draft, begin, rules, sampling, search)
+    return DecodeState(draft, begin, known, rules, sampling, search)
 
 
 def fresh_drafts(tails: Sequence[Sequence[int]], size: int, blank_id: int, device: torch.device) -> Draft:

@@ -5,12 +5,13 @@ Every forward of `freda` (autoregressive, clean text, drafts beside clean text, 
 
     stream      CLEAN (committed text) or DRAFT (a block being refined)
     document    which document of a packed row it belongs to; padding is -1
-    block       index of its block, counted from the start of its document
+    block       position of the first token of its block; a causal token is a block of its own
     candidate   which of several packed drafts of the same block it belongs to (0 when there is one)
 
-and the rule of the paper (figure attn-mask-design) reads: a clean token sees the clean tokens of its own and earlier
-blocks; a draft token sees its own block of its own candidate and the clean tokens of strictly earlier blocks; nobody
-sees another document, and clean text never sees a draft. With one token per block the clean rule is the causal mask.
+and the rule, the paper's (figure attn-mask-design) and that of the shifted layout alike, reads: a clean token sees the
+clean tokens of its own and earlier blocks; a draft token sees its own block of its own candidate and the clean tokens
+whose blocks begin strictly before it; nobody sees another document, and clean text never sees a draft. With one token
+per block the clean rule is the causal mask.
 
 Padding sees padding: a row that saw nothing would be NaN, and what it computes is never used.
 
@@ -55,8 +56,9 @@ class Tokens(NamedTuple):
 
 
 def clean_tokens(document: Tensor, position: Tensor, block_size: int) -> Tokens:
-    """Vectors of committed text. `document` and `position` are (R, T); positions restart in each document."""
-    block = (position // block_size).int()
+    """Vectors of committed text in blocks of `block_size`, 1 for causal text. `document` and `position` are (R, T);
+    positions restart in each document."""
+    block = (position // block_size * block_size).int()
     zero = torch.zeros_like(block)
     return Tokens(zero + CLEAN, document.int(), block, zero)
 
@@ -67,10 +69,11 @@ def stored_tokens(lengths: Tensor, block_size: int) -> Tokens:
     return clean_tokens(torch.where(position < lengths[:, None], 0, -1), position, block_size)
 
 
-def draft_tokens(document: Tensor, position: Tensor, block_size: int, candidate: Tensor | None = None) -> Tokens:
-    """Vectors of a draft; `candidate` (R, T) tells packed drafts of one block apart."""
-    _, document, block, zero = clean_tokens(document, position, block_size)
-    return Tokens(zero + DRAFT, document, block, zero if candidate is None else candidate.int())
+def draft_tokens(document: Tensor, first: Tensor, candidate: Tensor | None = None) -> Tokens:
+    """Vectors of draft slots, the `first` of whose block is at that position, (R, T); `candidate` (R, T) tells packed
+    drafts of one block apart."""
+    zero = torch.zeros_like(first, dtype=torch.int32)
+    return Tokens(zero + DRAFT, document.int(), first.int(), zero if candidate is None else candidate.int())
 
 
 def concat(*parts: Tokens) -> Tokens:

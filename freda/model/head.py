@@ -22,6 +22,7 @@ from torch import Tensor
 MOST_LOGITS = 1 << 29  # held at once: 1 GB in bf16, 3,539 positions of Qwen3's vocabulary
 ALIGNED = 64  # columns of the matrix products
 ChunkFunction = Callable[..., tuple[Tensor, ...]]
+Pair = tuple[Tensor, Tensor]
 
 
 class Logits(NamedTuple):
@@ -57,9 +58,30 @@ class Logits(NamedTuple):
         The gradients are made beside the loss, while the logits of a chunk are there: nothing is computed twice, and
         nothing of a chunk is kept.
         """
-        total: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            self.hidden.flatten(0, -2), self.weight, labels.flatten(), weights.flatten().float(), self.vocabulary
-        )
+        labels, weights = labels.flatten(), weights.flatten().float()
+
+        def piece(logits: Tensor, part: slice) -> Pair:
+            return loss_and_gradient(logits, labels[part], weights[part], self.vocabulary)
+
+        total: Tensor = _ChunkedLoss.apply(self.hidden.flatten(0, -2), self.weight, piece, 1)  # type: ignore[no-untyped-call]
+        return total
+
+    def divergence(
+        self, teacher: Logits, temperature: float, labels: Tensor, taught: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Σ weights · KL(target ‖ softmax), a scalar in fp32. The target of a position is the teacher's softmax at this
+        temperature where it is `taught`, elsewhere its label; labels, taught and weights (...). Nothing flows back to
+        the teacher."""
+        labels, taught, weights = labels.flatten(), taught.flatten(), weights.flatten().float()
+        states, matrix = teacher.hidden.detach().flatten(0, -2) / temperature, teacher.weight.detach()
+        compute = _compiled(soft_loss_and_gradient) if states.is_cuda else soft_loss_and_gradient
+
+        def piece(logits: Tensor, part: slice) -> Pair:
+            given = (states[part] @ matrix.T, labels[part], taught[part], weights[part])
+            loss, gradient = compute(logits, *given, self.vocabulary)
+            return loss, gradient
+
+        total: Tensor = _ChunkedLoss.apply(self.hidden.flatten(0, -2), self.weight, piece, 2)  # type: ignore[no-untyped-call]
         return total
 
 
@@ -90,15 +112,20 @@ def _on_raw(function: ChunkFunction, vocabulary: int, compiled: bool) -> ChunkFu
 # -- the loss --------------------------------------------------------------------------------------------------------
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
+    """The sum of a loss over chunks of logits: `piece` gives the loss of a chunk and its gradient by the logits, of
+    which it has so many `copies` at once."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, vocabulary: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, piece: Callable[[Tensor, slice], Pair], copies: int
+    ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         for_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for part in chunks(len(hidden), len(weight)):
+        for part in chunks(len(hidden), copies * len(weight)):
             logits = hidden[part] @ weight.T
-            loss, gradient = loss_and_gradient(logits, labels[part], weights[part], vocabulary)
+            loss, gradient = piece(logits, part)
             total += loss
             if for_hidden is not None:
                 for_hidden[part] = gradient @ weight
@@ -115,7 +142,7 @@ class _CrossEntropy(torch.autograd.Function):
         if for_weight is not None:  # scaled and rounded in one go: it has a row for every id
             rounded = torch.empty_like(for_weight, dtype=ctx.weight_dtype)
             for_weight = torch.mul(for_weight, scale, out=rounded)
-        return None if for_hidden is None else for_hidden * scale.to(for_hidden.dtype), for_weight, None, None, None
+        return None if for_hidden is None else for_hidden * scale.to(for_hidden.dtype), for_weight, None, None
 
 
 def plain_loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -134,6 +161,26 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocabular
 
         return cross_entropy.loss_and_gradient(logits, labels, weights, vocabulary)
     return plain_loss_and_gradient(logits, labels, weights, vocabulary)
+
+
+def soft_loss_and_gradient(
+    logits: Tensor, teacher: Tensor, labels: Tensor, taught: Tensor, weights: Tensor, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of the divergences of logits (n, V') from their targets, the teacher's logits (n, V') or labels,
+    and its gradient by them, in their precision."""
+    place = torch.arange(logits.shape[-1], device=logits.device)
+    log_p, log_t = (
+        part.float().masked_fill(place >= vocabulary, float("-inf")).log_softmax(-1) for part in (logits, teacher)
+    )
+    log_t = torch.where(taught[:, None], log_t, torch.where(place == labels[:, None], 0.0, float("-inf")))
+    target = log_t.exp()
+    losses = torch.where(target > 0, target * (log_t - log_p), 0.0).sum(-1)
+    return (losses * weights).sum(), ((log_p.exp() - target) * weights[:, None]).to(logits.dtype)
+
+
+@functools.cache
+def _compiled(function: ChunkFunction) -> ChunkFunction:
+    return torch.compile(function, dynamic=False)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -27,7 +27,7 @@ from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
 from freda.errors import AgreedError, FredaError, note, require
 from freda.files import write_whole
 from freda.folders.model_folder import About, model_path
-from freda.methods.method import Step, counted
+from freda.methods.method import Step
 from freda.train import checkpoint
 from freda.train import config as config_module
 from freda.train.config import RunConfig
@@ -183,12 +183,12 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     begun, config = time.perf_counter(), run.config.train
     read = run.ranks.agree(lambda: read_batches(run, step) if run.ahead is None else run.ahead.take(step))
     waited = time.perf_counter() - begun
-    labels, flops, waited = _shared_counts(run, step, read, waited)
+    labels, counts, flops, waited = _shared_counts(run, step, read, waited)
     rate = learning_rate(step, config)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * group["scale"]
     batches = [to_device(batch, run.device) for batch in read]
-    losses = accumulate_gradient(run, batches, step, sum(labels))
+    losses = accumulate_gradient(run, batches, step, counts)
     copies = run.root.copies if run.updates_copies else None
     learnt = [(copies or {}).get(weight, weight) for weight in run.parts.parameters()]
     gradients = [own_part(weight.grad) for weight in learnt if weight.grad is not None]
@@ -208,18 +208,21 @@ def take_step(run: Run, step: int) -> dict[str, Any]:
     return {**numbers, "loss_by_passes": _by_passes(run, step, by_group, labels)} if several else numbers
 
 
-def _shared_counts(run: Run, step: int, read: list[Batch], waited: float) -> tuple[list[int], float, float]:
-    """The labels of each group over all ranks, the useful operations of this one, and the longest wait of a rank for
-    its batches. Nothing is read back from a device: batches are counted before they go there."""
-    config = run.config
-    own = [int(run.method.labels(batch).sum()) for batch in read]
-    told = run.ranks.tell([*own, round(waited * 1e9)])
-    *labels, _ = (sum(column) for column in zip(*told, strict=True))
+def _shared_counts(run: Run, step: int, read: list[Batch], waited: float) -> tuple[list[int], list[int], float, float]:
+    """Over all ranks: the labels of each group, and what the method counts of the whole step; the useful operations of
+    this one, and the longest wait of a rank for its batches. Nothing is read back from a device: batches are counted
+    before they go there."""
+    method = run.method
+    own = [method.counts(batch) for batch in read]
+    told = run.ranks.tell([*(number for group in own for number in group), round(waited * 1e9)])
+    *numbers, _ = (sum(column) for column in zip(*told, strict=True))
+    kinds = len(own[0])
+    counts = [sum(numbers[kind::kinds]) for kind in range(kinds)]
     flops = [
-        run.method.flops(config.model, *counted(batch, config.method.block_size), passes)
+        method.flops(run.config.model, method.geometry.size_of(batch), passes)
         for batch, passes in zip(read, _passes(run, step), strict=True)
     ]
-    return labels, sum(flops), max(row[-1] for row in told) / 1e9
+    return numbers[::kinds], counts, sum(flops), max(row[-1] for row in told) / 1e9
 
 
 def _speed(run: Run, flops: float, waited: float, seconds: float) -> dict[str, float]:
@@ -232,14 +235,15 @@ def _speed(run: Run, flops: float, waited: float, seconds: float) -> dict[str, f
     return numbers
 
 
-def accumulate_gradient(run: Run, batches: list[Batch], step: int, labels: int) -> Tensor:
-    """Backward of every group, its loss divided by the `labels` of the whole step; this rank's sums of loss, fp64."""
+def accumulate_gradient(run: Run, batches: list[Batch], step: int, counts: Sequence[int]) -> Tensor:
+    """Backward of every group, its loss divided by the labels of the whole step, the first of its `counts`; this rank's
+    sums of loss, fp64."""
     config, losses = run.config.train, []
     for batch, share, passes in zip(batches, run.shares, _passes(run, step), strict=True):
         row = torch.arange(share.start, share.stop)
-        at = Step(config.seed, step, row, step / config.steps, passes, run.ranks.total)
+        at = Step(config.seed, step, row, step / config.steps, passes, run.ranks.total, counts)
         loss = run.call(run.method.loss, batch, at)
-        (loss / labels).backward()  # type: ignore[no-untyped-call]
+        (loss / counts[0]).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach().double())
         if not run.updates_copies:
             run.root.widen_gradients()
@@ -290,12 +294,13 @@ def validate(run: Run) -> dict[str, float]:
         batch, row = _validation_share(run, first, min(size, count - first))
         at = Step(config.seed, VALIDATION_STEP, row, 1.0, run.method.training_passes)
         found = run.call(run.method.validate, batch, at)
-        names = list(found)
-        sums.append(torch.stack([value.double() for value in (run.method.labels(batch).sum(), *found.values())]))
+        names, labels = list(found), run.method.labels(batch).sum()
+        pairs = [value if value.dim() else torch.stack([value, labels]) for value in found.values()]
+        sums.append(torch.stack([pair.double() for pair in pairs]).flatten())
     for module in sharded(run.root):
         module.reshard()  # frees gathered weights, which no backward will free
-    labels, *values = ranks.agree(lambda: ranks.gather(torch.stack(sums).sum(0))).sum(0).tolist()
-    return {name: value / labels for name, value in zip(names, values, strict=True)}
+    values = ranks.agree(lambda: ranks.gather(torch.stack(sums).sum(0))).sum(0).tolist()
+    return {name: value / max(1, n) for name, value, n in zip(names, values[::2], values[1::2], strict=True)}
 
 
 def _validation_share(run: Run, first: int, count: int) -> tuple[Batch, Tensor]:

@@ -13,7 +13,6 @@ from freda.errors import FredaError, require
 from freda.files import read_json
 from freda.folders.hugging_face import model_config
 from freda.folders.model_folder import resolve_model_folder
-from freda.methods.method import visible_pairs
 from freda.model.config import ModelConfig, all_parameters
 from freda.model.shapes import SHAPES
 from freda.train.config import RunConfig
@@ -33,9 +32,8 @@ def plan_lines(config: RunConfig, *, gpus: int, tflops: float, shape_name: str =
     require(train.group_rows % gpus == 0, odd)
     shape = planned_shape(config, shape_name)
     tokens = train.batch_rows * seq_len
-    pairs = train.batch_rows * visible_pairs([seq_len], method.block_size)
-    most = method.training_passes
-    flops = sum(method.flops(shape, tokens, pairs, t) for t in range(1, most + 1)) / most
+    size, most = method.geometry.size([seq_len]).times(train.batch_rows), method.training_passes
+    flops = sum(method.flops(shape, size, t) for t in range(1, most + 1)) / most
     seconds = flops / gpus / (tflops * 1e12)
     lines = [
         f"model        {counted_as(all_parameters(shape), 3)} parameters",

@@ -69,8 +69,14 @@ def new_whole(config: ModelConfig, shape: ForwardShape, page: int, device: torch
     blocks, memory = properties.multi_processor_count, properties.shared_memory_per_block_optin
     defines: dict[str, Any] = {"LAYERS": config.layers, "DIM": config.dim, "FFN": config.ffn_dim}
     defines |= {"HEADS": config.heads, "KV": config.kv_heads, "WIDTH": config.head_dim, "EPS": f"{config.norm_eps!r}f"}
-    defines |= {"NORM": int(config.qk_norm), "BIAS": int(config.qkv_bias), "PAGE": page, "CAUSAL": 0}
-    defines |= {"TOKENS": shape.tokens, "BLOCK": shape.block, "GRID": blocks, "MEMORY": memory}
+    defines |= {"NORM": int(config.qk_norm), "BIAS": int(config.qkv_bias), "PAGE": page, "CAUSAL": int(shape.causal)}
+    defines |= {
+        "TOKENS": shape.tokens,
+        "BLOCK": shape.block,
+        "CAUSAL": int(shape.causal),
+        "GRID": blocks,
+        "MEMORY": memory,
+    }
     try:
         kernel = _kernel(tuple(defines.items()), memory)
     except cuda.Unavailable as error:

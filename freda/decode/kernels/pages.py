@@ -1,7 +1,8 @@
 """Attention of a few new tokens of each request over its pages: a commit, a draft, or several drafts side by side.
 
 A request brings a few new tokens (`ForwardShape`): a block to commit, or none, then drafts of the next block. All of
-them see the committed text in the pages; the drafts also see the block that is being committed, and each its own.
+them see the committed text in the pages; the drafts also see the block that is being committed, and each its own. The
+block that is being committed sees itself, in both directions or, where committed text is causal, backwards.
 `where` (R, J) names the place of every request's block among those of the forward, -1 where it is not in it; a dense
 forward has all blocks in order, and nobody asks. A program has a request, a head of keys and some of the query heads
 that share it, whose tokens are its rows; with few requests also a part of the text, and the last to come merges the
@@ -112,6 +113,7 @@ def attend(
         "BLOCK": shape.block,
         "BLOCKS": shape.blocks,
         "DENSE": shape.dense,
+        "CAUSAL": shape.causal,
         "GROUP": heads.heads // heads.kv_heads,
         "SHARE": cut.share,
         "KV": heads.kv_heads,
@@ -273,9 +275,9 @@ def with_more(scores, v, highest, total, mixed):  # type: ignore[no-untyped-def]
 def _new_tokens(  # type: ignore[no-untyped-def]
     A, KEYS, VALUES, WHERE, TABLE, PENDING, KNORM, BIASES, COS, SIN,
     q1, q2, request, kv, token, real, stored, tokens, table_step, eps, writes,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr,
-    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
+    KV: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Scores of a request's new tokens and their values; who `writes` also stores those that are being committed."""
     KIND: tl.constexpr = KEYS.dtype.element_ty
@@ -293,6 +295,8 @@ def _new_tokens(  # type: ignore[no-untyped-def]
     n1, n2 = _turned(first, second, cos, sin, one, two, eps, KIND, HALF, NORM)
     same = token[:, None] // BLOCK == t[None, :] // BLOCK
     seen = (same | (t < tl.where(pending > 0, BLOCK, 0))[None, :]) & mine[None, :]  # all see what is being committed
+    if CAUSAL:  # but itself only backwards
+        seen = seen & ((t[None, :] <= token[:, None]) | (t >= BLOCK)[None, :])
     scores = (tl.dot(q1, tl.trans(n1), input_precision="ieee") + tl.dot(q2, tl.trans(n2), input_precision="ieee")) * (
         1.4426950408889634 / tl.sqrt(C * 1.0)
     )
@@ -309,7 +313,8 @@ def _new_tokens(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_whole(  # type: ignore[no-untyped-def]
     A, KEYS, VALUES, WHERE, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, tokens, table_step, eps,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
     KV: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -324,7 +329,7 @@ def _attend_whole(  # type: ignore[no-untyped-def]
     scores, nv = _new_tokens(
         A, KEYS, VALUES, WHERE, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, real, stored,
         tokens, table_step, eps, tl.program_id(0) % (GROUP // SHARE) == 0,
-        BLOCK, BLOCKS, DENSE, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
+        BLOCK, BLOCKS, DENSE, CAUSAL, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
     )  # fmt: skip
     highest = tl.max(scores, 1)
     p = tl.exp2(scores - highest[:, None])
@@ -346,7 +351,8 @@ def _attend_whole(  # type: ignore[no-untyped-def]
 def _attend_parts(  # type: ignore[no-untyped-def]
     A, KEYS, VALUES, WHERE, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
     tokens, table_step, eps,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
     KV: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -371,7 +377,7 @@ def _attend_parts(  # type: ignore[no-untyped-def]
         scores, nv = _new_tokens(
             A, KEYS, VALUES, WHERE, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, real, stored,
             tokens, table_step, eps, team % (GROUP // SHARE) == 0,
-            BLOCK, BLOCKS, DENSE, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
+            BLOCK, BLOCKS, DENSE, CAUSAL, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
         )  # fmt: skip
         highest = tl.max(scores, 1)
         p = tl.exp2(scores - highest[:, None])

@@ -1,10 +1,10 @@
 """Attention of prompts that are being stored: pieces of them (`Pieces`), each behind what is stored of its request.
 
 `spread` makes queries, keys and values of a product; keys and values go into the pages. `attend` then reads all keys
-from there, those of the piece too: a token sees everything up to the end of its block. A program has some tokens of a
-tile and the query heads that share a head of keys; most of the text all of its tokens see, and only the last chunks of
-keys need a mask. Grids depend on the numbers of tokens and tiles alone, so one CUDA graph serves all pieces of a size.
-The plain twin is `transformer.Attention` over gathered pages.
+from there, those of the piece too: a token sees everything up to the end of its block; in causal text that is itself. A
+program has some tokens of a tile and the query heads that share a head of keys; most of the text all of its tokens see,
+and only the last chunks of keys need a mask. Grids depend on the numbers of tokens and tiles alone, so one CUDA graph
+serves all pieces of a size. The plain twin is `transformer.Attention` over gathered pages.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ def spread(qkv: Tensor, pieces: Pieces, heads: Heads, inv_freq: Tensor, shelves:
     )
 
 
-def attend(q: Tensor, pieces: Pieces, heads: Heads, block_size: int, shelves: Shelves, out: Tensor) -> None:
-    """Attention of all tokens with queries `q` (T, heads · width) over the pages, into `out` of the same shape."""
+def attend(q: Tensor, pieces: Pieces, heads: Heads, context: int, shelves: Shelves, out: Tensor) -> None:
+    """Attention of all tokens with queries `q` (T, heads · width) over the pages, into `out` of the same shape; blocks
+    of text have `context` tokens."""
     keys, table = shelves[0], pieces.table
     group = heads.heads // heads.kv_heads
     rows = min(MOST_ROWS, max(64, triton.next_power_of_2(PIECE_TILE * group)))
     _attend[(len(pieces.tiles), heads.kv_heads, triton.cdiv(PIECE_TILE, rows // group))](
-        *(q, *shelves, table, pieces.row, pieces.position, pieces.tiles, out, table.stride(0), block_size),
+        *(q, *shelves, table, pieces.row, pieces.position, pieces.tiles, out, table.stride(0), context),
         GROUP=group,
         KV=heads.kv_heads,
         C=heads.width,

@@ -146,15 +146,18 @@ def stability_table(sweep: Sweep) -> Table:
     for found in sweep.stability:
         for row in found["rows"]:
             tokens = tuple(two_digits(100 * row[name]) for name in ("right", "changed", "mended", "spoiled", "kept"))
+            whole = tuple(two_digits(100 * row[name]) if name in row else None for name in ("blocks", "oracle"))
             turned = flips(sweep, found["system"], found["model"], found["task"], int(row["pass"]))
-            rows.append((found["system"], found["model"], found["task"], row["pass"], *tokens, *turned))
+            rows.append((found["system"], found["model"], found["task"], row["pass"], *tokens, *whole, *turned))
     header = ("system", "model", "task", "pass", "right", "changed", "mended", "spoiled", "clean draft kept")
     note = (
-        "Percent of the tokens of published answers, each block over its true prefix, no early stop, one candidate. "
+        "Percent of the tokens of published answers, each block over its true prefix, no early stop, one candidate; "
+        "then of their blocks, without and with a perfect choice among four candidates in this pass. "
         "Answers: generated ones that this number of passes gets right and one pass less does not, and the other way "
         "round, decoded as in the part on passes, early stop included."
     )
-    return Table("Stability", (*header, "answers mended", "answers spoiled"), rows, note)
+    blocks = ("blocks right", "with an oracle")
+    return Table("Stability", (*header, *blocks, "answers mended", "answers spoiled"), rows, note)
 
 
 def tau_table(sweep: Sweep) -> Table:
