@@ -23,7 +23,7 @@ from freda.decode.pages import BlockTable, ForwardShape
 from freda.model.config import ModelConfig
 
 SOURCE = Path(__file__).with_suffix(".cu")
-MOST_TOKENS = 8
+MOST_TOKENS, LEAST_MEMORY = 8, 200_000  # bytes of shared memory: of a ring that hides how long an exchange takes
 WARPS, COMPUTING, PHASES, MOST_ROWS = 10, 8, 5, 32  # as the source has them; the last: of x, for a thread block
 WEIGHTS = ("qkv", "out", "gate_up", "down", "input_norms", "post_norms", "q_norms", "k_norms", "biases")
 TEXTS = ("pages", "table", "stored", "pending", "cosine", "sine")
@@ -57,16 +57,22 @@ def fits(heads: Heads, width: int, shape: ForwardShape, device: torch.device) ->
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     queries = shape.tokens * heads.heads // heads.kv_heads
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    blocks, memory = _size_of(device)
     one = shape.rows == 1 and shape.prompts == 0 and 1 < shape.tokens <= MOST_TOKENS
-    return one and queries <= 16 * COMPUTING and heads.kv_heads <= blocks and width <= MOST_ROWS * blocks
+    large = memory >= LEAST_MEMORY and heads.kv_heads <= blocks and width <= MOST_ROWS * blocks
+    return one and large and queries <= 16 * COMPUTING
+
+
+def _size_of(device: torch.device) -> tuple[int, int]:
+    """The multiprocessors of a GPU, and the bytes of shared memory that a thread block may have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 def new_whole(config: ModelConfig, shape: ForwardShape, page: int, device: torch.device) -> Whole | None:
     """The kernel for forwards of this shape over pages of so many tokens; None, with a warning, where it cannot be
     compiled."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    blocks, memory = properties.multi_processor_count, properties.shared_memory_per_block_optin
+    blocks, memory = _size_of(device)
     defines: dict[str, Any] = {"LAYERS": config.layers, "DIM": config.dim, "FFN": config.ffn_dim}
     defines |= {"HEADS": config.heads, "KV": config.kv_heads, "WIDTH": config.head_dim, "EPS": f"{config.norm_eps!r}f"}
     defines |= {"NORM": int(config.qk_norm), "BIAS": int(config.qkv_bias), "PAGE": page, "CAUSAL": int(shape.causal)}
