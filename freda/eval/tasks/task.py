@@ -59,11 +59,11 @@ class Task:
     shots: int = 0
     stops: tuple[str, ...] = ()  # texts that end an answer
     choices: tuple[str, ...] = ()  # answers to choose from by likelihood; empty if the answer is generated
-    check_installed: Callable[[], None] = lambda: None  # raises if a package that the grader needs is missing
+    check_ready: Callable[[], None] = lambda: None  # raises if what the grader needs is missing
 
     def examples(self, folder: Path, limit: int = 0, *, unpublished: bool = False) -> list[Example]:
         """The first `limit` questions in a folder, or all if it is 0; others than published only if `unpublished`."""
-        self.check_installed()
+        self.check_ready()
         examples = self.load(folder, self.rows)
         found = checksum(examples)
         odd = f"the questions of {self.name} are not the published ones (checksum {found[:16]}, not {self.checksum})"
