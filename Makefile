@@ -4,7 +4,7 @@ BIN := .venv/bin
 PACKAGE := .venv/package
 TOOLS := .venv/tools
 
-.PHONY: demo test smoke lint format clean
+.PHONY: demo test fuzz smoke lint format clean
 
 demo: $(PACKAGE)  ## the bundled model answers three questions, then four small models are trained and compared
 	$(BIN)/freda demo
@@ -15,6 +15,11 @@ test: $(TOOLS)  ## format check, lint, then types beside the tests, which are tw
 	$(BIN)/mypy & types=$$!; \
 	    OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder; \
 	    tests=$$?; wait $$types && exit $$tests
+
+FUZZ_SECONDS ?= 300
+FUZZ_SEED ?= 0
+fuzz: $(TOOLS)  ## mutated inputs of every kind, for FUZZ_SECONDS; what it finds is printed and can be run again
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 smoke: $(TOOLS)  ## the experiments of experiments/mini end to end, too small to learn anything: 2 to 3 minutes
 	rm -rf runs/smoke

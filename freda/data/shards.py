@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freda.errors import FredaError, require
-from freda.files import beside, write_whole
+from freda.files import beside, parse_json, read_text, write_whole
 
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 FORMAT_VERSION = 2
@@ -99,17 +99,36 @@ class Manifest:
         require(folder.is_dir(), f"there is no folder {folder}; make it with freda prepare")
         require(path.exists(), f"{folder} has no {MANIFEST}: it is half written; run freda prepare again")
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(read_text(path))
             seen = f"{path} has format version {values['version']}, this freda reads {FORMAT_VERSION}"
             require(values["version"] == FORMAT_VERSION, f"{seen}; {START_ANEW}")
             if type(values["align"]) is not int or values["align"] < 1:
                 raise ValueError(f"align is {values['align']!r}")
             for name, info in values["splits"].items():
-                shards = [ShardInfo(**shard) for shard in info["shards"]]
-                values["splits"][name] = SplitInfo(**{**info, "shards": shards})
-            return cls(**values)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                shards = [ShardInfo(**_typed(shard, SHARD_TYPES)) for shard in info["shards"]]
+                values["splits"][name] = SplitInfo(**_typed({**info, "shards": shards}, SPLIT_TYPES))
+            return cls(**_typed(values, MANIFEST_TYPES))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FredaError(f"{path} is damaged ({error}); {START_ANEW}") from None
+
+
+WHOLE, TEXTS = ("documents", "tokens"), ("name", "source", "sha256", "sha256_idx")
+SHARD_TYPES: dict[str, type] = {**dict.fromkeys(WHOLE, int), **dict.fromkeys(TEXTS, str)}
+SPLIT_TYPES: dict[str, type] = dict.fromkeys(WHOLE, int)
+MANIFEST_TYPES: dict[str, type] = {
+    **{"eos_id": int, "blank_id": int, "tokenizer": str, "source": dict, "dropped": dict, "contamination": dict},
+    "examples": list,
+}
+
+
+def _typed(values: dict[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
+    """Values of a manifest, whose types are right, numbers are not negative, and names stay in the folder."""
+    for name, kind in types.items():
+        value: Any = values.get(name, kind())
+        right = 0 <= value < 2**62 if type(value) is int else True
+        if type(value) is not kind or not right or (name == "name" and Path(str(value)).name != value):
+            raise ValueError(f"{name} is {value!r:.80}")
+    return values
 
 
 def shard_lines(manifest: Manifest) -> list[str]:

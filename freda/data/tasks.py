@@ -28,7 +28,7 @@ from freda.data.mini import GENERATORS
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer
 from freda.errors import FredaError
-from freda.files import write_whole
+from freda.files import parse_json, read_text, write_whole
 
 WORK = ".freda-prepare"  # folder of records and the tokenizer until the manifest is written; nobody else has one
 EXAMPLES = 3  # kept of every reason for which documents are dropped, per task
@@ -75,10 +75,10 @@ class Outcome:
     def read_from(cls, path: Path) -> Outcome | None:
         """The record of a task, if it is there and whole."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(read_text(path))
             shards = {split: ShardInfo(**info) for split, info in values["shards"].items()}
             return cls(**{**values, "shards": shards})
-        except (OSError, ValueError, TypeError, KeyError):
+        except (FredaError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
 

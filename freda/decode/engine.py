@@ -53,6 +53,7 @@ class Engine:
         self.loaded, self.config, self.model = loaded, config, loaded.backbone
         for name in ("max_batch", "page_size", "queue", "prefill"):
             require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}; use 1 or more")
+        require(config.max_length >= 0, f"max_length is {config.max_length}; use 0 (all positions) or more")
         size, limit = loaded.method.block_size, self.model.config.max_positions
         self.max_length = min(config.max_length or limit, limit)  # tokens of a prompt and its answer
         page_size = math.lcm(config.page_size, size)
@@ -142,6 +143,7 @@ class Engine:
 
     def check(self, request: Request) -> Method:
         """Refuse a request that can never run; returns its method."""
+        require(isinstance(request, Request), f"the request is {request!r:.80}; make a Request")
         method = method_named(request.method, self.loaded.method)
         method.check(self.loaded.parts, request, request.prompt)
         length = len(request.prompt) + request.max_new_tokens

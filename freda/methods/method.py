@@ -64,6 +64,9 @@ class Step(NamedTuple):
         return self.seed, self.step, row, torch.arange(tokens.shape[1], device=tokens.device)
 
 
+MOST_BLOCK = 2**12  # tokens; attention within a block is quadratic
+
+
 class Layout(NamedTuple):
     """How a block lies in a decoding forward."""
 
@@ -97,6 +100,7 @@ class Method:
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "method", "block_size")
+        require(self.block_size <= MOST_BLOCK, f"method.block_size is {self.block_size}; use {MOST_BLOCK} or less")
 
     # -- settings ----------------------------------------------------------------------------------------------------
 

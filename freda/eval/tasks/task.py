@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from freda.data.files import File, open_file, told_if_cut_short
 from freda.errors import FredaError, require
-from freda.files import located, read_json
+from freda.files import located, parse_json, read_json
 
 TESTS = ("entry_point", "test", "base_input", "plus_input", "atol", "test_setup_code", "test_list")  # run on answers
 Kind = Literal["mathematics", "coding", "knowledge"]
@@ -109,7 +109,7 @@ def json_rows(path: Path, fields: Sequence[str], expected: int | None = None) ->
     with told_if_cut_short(found(path)), open_file(File(path)) as stream:
         for number, line in enumerate(stream, start=1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise FredaError(f"{path}:{number} is not JSON ({error}); get the file again") from None
             require(isinstance(row, dict), f"{path}:{number} is not an object ({line[:40]!r}); get the file again")
