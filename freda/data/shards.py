@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -33,6 +33,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 ID = np.dtype("<i4")
 OFFSET = np.dtype("<i8")
+MOST_HASHED = 8 * 2**30  # bytes that training reads before it begins: some five seconds
 START_ANEW = "delete the folder and run freda prepare again"
 
 
@@ -221,11 +222,40 @@ class Documents:
         return int(np.searchsorted(self._first, index, "right")) - 1
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Read every shard and compare its hashes with the manifest's."""
+Stamps = dict[str, list[int]]  # of files: size and time of the last change
+
+
+def unchanged(
+    folder: Path, manifest: Manifest, known: Mapping[str, Any], most: int = MOST_HASHED
+) -> tuple[Stamps, int]:
+    """Refuse shards that are not what was written; returns the stamps of all files, and how many were not looked at.
+
+    A file whose stamp is `known` was looked at before. The others are hashed, if they have at most `most` bytes in all;
+    of more, only the sizes are compared, and the ids when they are read.
+    """
+    Documents(folder, "train", manifest), Documents(folder, "validation", manifest)  # sizes and ends
+    stamps: Stamps = {}
+    for name in _hashes(manifest):
+        seen = (folder / name).stat()
+        stamps[name] = [seen.st_size, seen.st_mtime_ns]
+    new = {name for name, stamp in stamps.items() if known.get(name) != stamp}
+    if sum(stamps[name][0] for name in new) > most:
+        return {name: stamp for name, stamp in stamps.items() if name not in new}, len(new)
+    verify(folder, manifest, new)
+    return stamps, 0
+
+
+def _hashes(manifest: Manifest) -> dict[str, str]:
+    """The hash of every file of a folder of shards."""
     hashes = {f"{shard.name}.bin": shard.sha256 for shard in manifest.shards}
-    hashes |= {f"{shard.name}.idx": shard.sha256_idx for shard in manifest.shards}
-    for name, expected in hashes.items():
+    return hashes | {f"{shard.name}.idx": shard.sha256_idx for shard in manifest.shards}
+
+
+def verify(folder: Path, manifest: Manifest, names: Set[str] | None = None) -> None:
+    """Read every shard, or those of some names, and compare the hashes with the manifest's."""
+    for name, expected in _hashes(manifest).items():
+        if names is not None and name not in names:
+            continue
         with open(folder / name, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         changed = f"{folder / name} has changed: its hash is {found[:8]}, not {expected[:8]}"

@@ -43,6 +43,7 @@ from freda.train.optim import MOMENTS
 from freda.train.parallel import Ranks, own_part
 
 CHECKSUMS, OPTIMIZER, DAMAGED = "checksums.json", "optimizer", ".damaged"
+LISTED = (".json", ".safetensors")  # what a checkpoint consists of; others may lay a README beside
 # Each file of moments is put together in memory before it is written, which holds up all threads: training beside stood
 # still for up to 0.2 s with files of 256 MB, for 2.0 s with 2 GB (H200, 8.6 GB of moments, torch 2.11).
 BYTES_PER_FILE = 2**28
@@ -267,6 +268,11 @@ def damage(folder: Path, ranks: Ranks) -> str:
         record = read_json(path)
     except FredaError:
         return f"{CHECKSUMS} is damaged"
+    kept = [path for path in (*folder.iterdir(), *(folder / OPTIMIZER).glob("*")) if path.suffix in LISTED]
+    needed = {path.relative_to(folder).as_posix() for path in kept} | {"config.json", "state.json"}
+    unnamed = min(needed - record.keys() - {CHECKSUMS}, default="")
+    if unnamed:
+        return f"{CHECKSUMS} does not name {unnamed}"
     names = sorted(record)
 
     def whole(name: str) -> bool:

@@ -19,6 +19,10 @@ from freda.errors import FredaError, require
 from freda.files import located, parse_json, read_json
 
 TESTS = ("entry_point", "test", "base_input", "plus_input", "atol", "test_setup_code", "test_list")  # run on answers
+FIELDS: dict[str, Any] = {  # of published rows: what is no text
+    **dict.fromkeys(("base_input", "plus_input", "test_list"), list),
+    **{"task_id": str | int, "atol": int | float},
+}
 Kind = Literal["mathematics", "coding", "knowledge"]
 
 
@@ -115,6 +119,8 @@ def json_rows(path: Path, fields: Sequence[str], expected: int | None = None) ->
             require(isinstance(row, dict), f"{path}:{number} is not an object ({line[:40]!r}); get the file again")
             missing = next((field for field in fields if row.get(field) is None), None)
             require(missing is None, f"{path}:{number} has no field {missing}; it has {', '.join(row)}")
+            odd = next((field for field in fields if not isinstance(row[field], FIELDS.get(field, str))), "")
+            require(not odd, f"{path}:{number} has {odd} {row.get(odd)!r:.60}, not as published; get the file again")
             rows.append(row)
     if expected is not None:
         check_rows(path, rows, expected)
