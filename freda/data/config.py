@@ -98,10 +98,12 @@ class DocumentsConfig:
     config: str = knob("", "huggingface: configuration of the dataset")
     split: str = knob("train", "huggingface: split of the dataset")
     revision: str = knob("", "huggingface: commit or tag; empty takes the newest commit")
+    shortest: int = knob(0, "benchmark: fewest words of a text that is looked for; 0 takes decontaminate.shortest")
 
     def __post_init__(self) -> None:
         require(bool(self.path) or self.kind in MADE, "path is empty; name a file, a folder or a dataset")
         require(bool(self.field), "field is empty; name the field that holds the text")
+        _check("", self, shortest=(0, 1000))
 
 
 @dataclass(frozen=True, kw_only=True)
