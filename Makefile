@@ -41,17 +41,19 @@ format: $(TOOLS)  ## rewrite the code in the house style, and the pages that are
 	$(BIN)/python docs/write_numbers.py
 	$(BIN)/python docs/draw_masks.py
 
-# torch first, at the version of the constraints file: the largest download, and its progress is worth watching.
-$(PACKAGE): pyproject.toml constraints.txt
+# What is downloaded is what locks/ names, by version and hash; see docs/dependencies.md. torch alone is taken in the build
+# that pip finds for this machine, at the version of the constraints file.
+$(PACKAGE): pyproject.toml constraints.txt locks/package.txt
 	@echo "Installing freda into .venv. Most of it is torch: 1 to 6 GB, a few minutes on a fast connection."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --require-hashes --no-deps -r locks/package.txt
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e .
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(TOOLS): $(PACKAGE)
+$(TOOLS): $(PACKAGE) locks/dev.txt
 	@echo "Installing the tools for tests, lint and figures: about 100 packages, a minute or two."
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --require-hashes --no-deps -r locks/dev.txt
 	@touch $@
 
 clean:  ## remove what the targets made, except runs/
