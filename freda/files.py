@@ -12,13 +12,16 @@ import json
 import lzma
 import os
 import shutil
+import stat
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from freda.errors import FredaError
+from freda.errors import FredaError, require
 
 PART = ".part"  # what the name of an unfinished file or folder ends in
+MOST_BYTES = 2**29  # of a text file, unpacked; the largest tokenizers have 40 MB
 
 
 def beside(path: Path) -> Path:
@@ -26,23 +29,46 @@ def beside(path: Path) -> Path:
     return path.with_name(path.name + PART)
 
 
-def read_text(path: Path) -> str:
-    """The text of a file, unpacked if its name ends in .xz; an error names the file."""
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a file, unpacked if its name ends in .xz; an error names the file. What is no plain file, as a pipe
+    or a device, or has more than `MOST_BYTES`, is refused before it is read."""
     try:
-        if path.suffix == ".xz":
-            return lzma.decompress(path.read_bytes()).decode("utf-8")
-        return path.read_text(encoding="utf-8")
+        kind = path.stat().st_mode
+        require(
+            stat.S_ISREG(kind), f"{path.name} cannot be read: it is no {'' if stat.S_ISDIR(kind) else 'plain '}file"
+        )
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        require(len(content) <= MOST_BYTES, f"{path.name} cannot be read: it has more than {MOST_BYTES >> 20} MB")
+        return content.decode("utf-8", errors)
     except (FileNotFoundError, NotADirectoryError):
         raise FredaError(f"{path.name} is missing") from None
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise FredaError(f"{path.name} cannot be read: {error}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text; ValueError also for one that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text; ValueError also for one that is nested too deeply."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; an error names the file."""
+    text = read_text(path)
     try:
-        values = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+        values = parse_json(text)
+    except ValueError as error:
         raise FredaError(f"{path.name} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise FredaError(f"{path.name} is not a JSON object")

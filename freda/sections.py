@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from freda.errors import FredaError, require
+from freda.files import located, parse_toml, read_text
 
+MOST = 2**63  # no setting is larger
 NAMED = ("source", "benchmark", "system")  # sections of many tables, each with a name of the user's: [source.math]
 
 
@@ -35,14 +36,16 @@ def require_at_least(least: int, config: Any, section: str, *names: str) -> None
 
 def read_tables(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     """The tables of a TOML file (none without a path) with `section.key=value` overrides applied, in order."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-    except FileNotFoundError:
-        raise FredaError(f"there is no config file {path}") from None
-    except IsADirectoryError:
-        raise FredaError(f"{path} is a folder; name a .toml file in it") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FredaError(f"{path} is not valid TOML: {error}") from None
+    values: dict[str, Any] = {}
+    if path is not None:
+        require(path.exists(), f"there is no config file {path}")
+        require(not path.is_dir(), f"{path} is a folder; name a .toml file in it")
+        with located(path.parent):
+            text = read_text(path)
+        try:
+            values = parse_toml(text)
+        except ValueError as error:
+            raise FredaError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         apply_override(values, override)
     return values
@@ -85,8 +88,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         target = target.setdefault(section, {}) if isinstance(target, dict) else None
     if isinstance(target, dict):
         try:
-            target[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:  # taken as a string, so that paths need no quotes
+            target[key] = parse_toml(f"value = {text}")["value"]
+        except ValueError:  # taken as a string, so that paths need no quotes
             target[key] = text.strip()
 
 
@@ -118,7 +121,7 @@ def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
 def _section(kind: type, values: Any, name: str) -> Any:
     """One section as its dataclass. Sections that carry a name of the user's say it in their errors."""
     table = isinstance(values, Mapping)
-    require(table, f"{name} is {values!r}; it is a section: write [{name}] and keys below it")
+    require(table, f"{name} is {_shown(values)}; it is a section: write [{name}] and keys below it")
     if hasattr(kind, "variant"):  # a key of the section says which class it is
         kind, values = kind.variant(values)
     try:
@@ -132,7 +135,7 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     """`value` as type `hint`, or an error that names both."""
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        require(value in choices, f"{name} is {value!r}; use one of {', '.join(map(str, choices))}")
+        require(value in choices, f"{name} is {_shown(value)}; use one of {', '.join(map(str, choices))}")
         return value
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # only `X | None` is used
         return value if value is None else _checked(typing.get_args(hint)[0], value, name)
@@ -141,9 +144,16 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
         return tuple(_checked(typing.get_args(hint)[0], item, name) for item in items)
     if typing.get_origin(hint) is not None:
         hint = typing.get_origin(hint)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if hint in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        require(-MOST <= value <= MOST, f"{name} is {_shown(value)}; use a number between -{MOST} and {MOST}")
+        value = float(value) if hint is float else value
     right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(hint, "a table")
-    require(right, f"{name} is {value!r} ({type(value).__name__}); it must be {wanted}")
+    require(right, f"{name} is {_shown(value)} ({type(value).__name__}); it must be {wanted}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, cut where it is long; Python refuses to write numbers of more than 4,300 digits."""
+    text = hex(value) if isinstance(value, int) and abs(value) > MOST else repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -93,8 +93,8 @@ def write_programs(folder: Path) -> None:
         {
             "task_id": n,
             "text": f"Write a function to add {n}.{ODD}",
-            "code": f"def add(x):\r\n    return x + {n} + extra",
-            "test_list": [f"assert add(1) == {n + 2}"] * (1 + n % 4),
+            "code": f"def add(x):\r\n    return x + {n}",
+            "test_list": [f"assert add(1) + extra == {n + 2}"] * (1 + n % 4),
             "test_setup_code": "extra = 1",
         }
         for n in (2, 3, 4, 10, 11, 12, 511)

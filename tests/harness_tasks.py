@@ -24,10 +24,10 @@ from freda.data.mini import questions_of, settings_in
 from freda.data.mini_code import tests_of
 from freda.data.synthetic import problems_of
 from freda.eval.harness import metrics_of, silence, simple_evaluate
+from freda.eval.sandbox.run import Job, check_ready, free_names, run_many
 from freda.eval.tasks import TASKS
-from freda.eval.tasks.code import humanevalplus_program
+from freda.eval.tasks.code import humanevalplus_job
 from freda.eval.tasks.mathematics import LONGEST, in_workers, same
-from freda.eval.tasks.sandbox import isolation, run_many
 from freda.eval.tasks.task import Example, json_rows
 
 Row = Mapping[str, Any]
@@ -146,8 +146,8 @@ def _humaneval(folder: Path, count: int) -> list[Config]:
     """lm_eval's own runs programs by `code_eval` of the Hub: in our process's rights, and for three seconds."""
     rows = json_rows(folder / "humaneval" / "HumanEval.jsonl.gz", ())
 
-    def program(row: Row, text: str) -> tuple[str, str]:
-        return row["prompt"] + text, f"{row['test']}\ncheck({row['entry_point']})\n"
+    def program(row: Row, text: str) -> Job:
+        return Job(row["prompt"] + text, f"{row['test']}\ncheck({row['entry_point']})\n")
 
     return [_executed("humaneval", rows[:count], program, {"doc_to_text": "prompt"})]
 
@@ -160,8 +160,8 @@ def _humaneval_plus(folder: Path, count: int) -> list[Config]:
         for row in json_rows(folder / "humanevalplus" / "HumanEvalPlus.jsonl.gz", mixed)
     ]
 
-    def program(row: Row, text: str) -> tuple[str, str]:
-        return humanevalplus_program({**row, **{name: json.loads(row[name]) for name in mixed}}, text)
+    def program(row: Row, text: str) -> Job:
+        return humanevalplus_job({**row, **{name: json.loads(row[name]) for name in mixed}}, text)
 
     return [_executed("humaneval_plus", rows[:count], program, {"doc_to_text": "prompt"})]
 
@@ -181,8 +181,9 @@ def _mbpp(folder: Path, count: int) -> list[Config]:
         },
     }
 
-    def program(row: Row, text: str) -> tuple[str, str]:
-        return text, "\n".join((row["test_setup_code"], *row["test_list"], ""))
+    def program(row: Row, text: str) -> Job:
+        tests = "\n".join((row["test_setup_code"], *row["test_list"], ""))
+        return Job(text, tests, free_names(tests, row["code"]))
 
     return [_executed("mbpp", [row for row in rows if 11 <= row["task_id"] <= 510][:count], program, texts)]
 
@@ -192,13 +193,13 @@ def _mini_code(folder: Path, count: int) -> list[Config]:
     items = questions_of("mini_code", folder, count)
     rows = [{"task_id": str(number), **one._asdict(), "test": tests_of(one)} for number, one in enumerate(items)]
 
-    def program(row: Row, text: str) -> tuple[str, str]:
-        return row["prompt"] + text, f"{row['test']}\ncheck({row['entry_point']})\n"
+    def program(row: Row, text: str) -> Job:
+        return Job(row["prompt"] + text, f"{row['test']}\ncheck({row['entry_point']})\n")
 
     return [_executed("mini_code", rows, program, {"doc_to_text": "prompt"})]
 
 
-def _executed(name: str, rows: Sequence[Row], program: Callable[[Row, str], tuple[str, str]], texts: Config) -> Config:
+def _executed(name: str, rows: Sequence[Row], program: Callable[[Row, str], Job], texts: Config) -> Config:
     """A task whose answers pass if they run to the end of their tests."""
 
     def run(responses: Sequence[Sequence[str]], documents: Sequence[Row]) -> list[list[bool]]:
@@ -347,7 +348,7 @@ class Asked(NamedTuple):
 def ask(lm: Any, name: str, data: Path, examples: Sequence[Example]) -> Asked:
     """Let lm_eval ask as many questions of a benchmark as there are `examples`."""
     if HARNESS_TASKS[name].metric.endswith(",sandbox"):
-        isolation()  # says what the kernel does not grant, before lm_eval is made silent
+        check_ready()  # says what the kernel does not grant, before lm_eval is made silent
     with silence():
         found = simple_evaluate(lm, _tasks(name, data, len(examples)))
     metric, _, chosen = HARNESS_TASKS[name].metric.partition(",")

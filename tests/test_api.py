@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,3 +158,53 @@ def test_the_command_line_takes_the_engine(folder: Path, capsys: pytest.CaptureF
     for extra in ([], ["--reference"]):
         assert run([*command, "--stop", text[3:5], *extra]) == 0
         assert json.loads(capsys.readouterr().out)["text"] == text[: text.find(text[3:5])]
+
+
+WRONG_TYPES: dict[str, tuple[object, ...]] = {
+    "max_new_tokens": ("x", None, 5.5, True, [], 0),
+    "passes": ("x", None, 1.5, True),
+    "threshold": ("x", None, [], True, float("nan"), -1),
+    "temperature": ("x", None, [], True, -1, float("inf"), float("nan")),
+    "top_p": ("x", None, [], True, 2),
+    "seed": ("x", None, 1.5, 2**70),
+    "width": ("x", None, 1.5, True),
+    "tau": ("x", None, [], True),
+    "swaps": ("x", None, 1.5, True),
+    "candidates": (5, None, []),
+    "select": (5, None, []),
+    "stop": (5, None, [5], [""], 1.5),
+    "method": (5, [], "x", ""),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_settings_of_wrong_types_are_refused_at_the_call(name: str) -> None:
+    """And the engine is as it was: the next call gives what it gave before."""
+    model = Model(answering_model(["Tom has 12 apples."] * 3, seed=1), EngineConfig(max_batch=2))
+    before = model.generate("Tom has", max_new_tokens=4).tokens
+    for value in WRONG_TYPES[name]:
+        with pytest.raises((FredaError, TypeError), match=r".{10,300}"):
+            model.generate("Tom has", **{name: value})
+        with pytest.raises((FredaError, TypeError)):
+            model.stream("Tom has", **{name: value})
+    assert not model.engine.busy and model.generate("Tom has", max_new_tokens=4).tokens == before
+
+
+def test_calls_with_wrong_types_are_refused() -> None:
+    model = Model(answering_model(["Tom has 12 apples."] * 3, seed=1), EngineConfig(max_batch=2))
+    odd: tuple[Any, ...] = (5, None, b"Tom", {"a": 1}, 1.5)
+    for one in odd:
+        for call in (model.generate, model.stream, model.complete, model.reference, model.engine.submit, freda.load):
+            with pytest.raises((FredaError, TypeError)):
+                call(one)
+    prompts: tuple[Any, ...] = (5, "Tom", b"Tom", [1.5], [None], [[1]], [-1], [10**9], [2**70], None)
+    for prompt in prompts:
+        with pytest.raises((FredaError, TypeError)):
+            model.complete(Request(prompt=prompt))
+    sizes: tuple[Any, ...] = ("x", 1.5, None, -1, [])
+    for name, size in ((name, size) for name in ("max_batch", "max_length", "page_size", "queue") for size in sizes):
+        with pytest.raises((FredaError, TypeError)):
+            Model(model.loaded, EngineConfig(**{name: size}))
+    many = model.generate(["Tom", 5, None], max_new_tokens=2)  # type: ignore[list-item]
+    assert [one.finish for one in many][1:] == ["error", "error"] and "use a string" in many[1].error
+    assert not model.engine.busy

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
 from freda.decode.request import cut_at_stop
+from freda.eval.sandbox.run import Job, Limits, Verdict, run_many, run_program
 from freda.eval.tasks import code
-from freda.eval.tasks.code import FUNCTION_STOPS, humaneval_program, humanevalplus_program, mbpp_program
-from freda.eval.tasks.sandbox import Limits, Verdict, run_many, run_program
+from freda.eval.tasks.code import FUNCTION_STOPS, humaneval_job, humanevalplus_job, mbpp_job
 from freda.eval.tasks.task import Example
+from tests.isolation import needs_namespaces
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+pytestmark = needs_namespaces
 LIMITS = Limits(seconds=10.0, memory_mb=512)
 
 DOUBLE = {
@@ -42,17 +42,17 @@ ZERO = plus(ROOTS, "find_zero", "    return -xs[0] / xs[1]\n", [[[1, 3]], [[-2, 
 SQUARES = plus("def squares(xs):\n", "squares", "    return [x * x for x in xs]\n", [[[1, 2]], [[-3]]])
 
 
-def reasons(programs: list[tuple[str, str]]) -> list[str]:
+def reasons(programs: list[Job]) -> list[str]:
     return [verdict.reason for verdict in run_many(programs, LIMITS)]
 
 
 def verdict_of(row: dict[str, Any], completion: str) -> Verdict:
-    return run_program(*humanevalplus_program(row, completion), LIMITS)
+    return run_program(humanevalplus_job(row, completion), LIMITS)
 
 
 def test_humaneval() -> None:
     completions = [DOUBLE["canonical_solution"], "    return 4\n", "    return x +\n", ""]
-    found = reasons([humaneval_program(DOUBLE, completion) for completion in completions])
+    found = reasons([humaneval_job(DOUBLE, completion) for completion in completions])
     assert found[:2] == ["passed", "failed: AssertionError"]
     assert found[2].startswith("failed: SyntaxError")
     assert found[3].startswith("failed: AssertionError"), "the docstring alone is a function that returns None"
@@ -99,7 +99,7 @@ def test_mbpp() -> None:
         "test_list": ["assert depth(root) == 2", "assert depth(None) == 0"],
     }
     wrong = row["code"].replace("1 +", "2 *")  # type: ignore[attr-defined]
-    programs = [mbpp_program(row, str(row["code"])), mbpp_program(row, wrong), mbpp_program(row, "depth = len")]
+    programs = [mbpp_job(row, str(row["code"])), mbpp_job(row, wrong), mbpp_job(row, "depth = len")]
     assert reasons(programs)[:2] == ["passed", "failed: AssertionError"]
     assert reasons(programs[2:]) == ["failed: NameError: name 'Node' is not defined"]
 
@@ -114,19 +114,22 @@ def test_completions_are_cut_at_the_first_stop() -> None:
 
 def test_the_same_program_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verdicts by the clock are asked for again."""
-    ran: list[tuple[str, str]] = []
+    ran: list[Job] = []
 
-    def run_many(jobs: list[tuple[str, str]]) -> list[Verdict]:
+    def run_many(jobs: list[Job], isolated: bool) -> list[Verdict]:
         ran.extend(jobs)
         return [Verdict("right" in job[0], "time out after 1 s" if "slow" in job[0] else "x", 0.0, "") for job in jobs]
 
     monkeypatch.setattr(code, "run_many", run_many)
     monkeypatch.setattr(code, "_KNOWN", {})
-    examples, executed = [Example(str(n), "", "", {}) for n in range(4)], code.executed(lambda row, text: (text, "t"))
+    examples, executed = (
+        [Example(str(n), "", "", {}) for n in range(4)],
+        code.Executed(lambda row, text: Job(text, "t")),
+    )
     for _ in range(2):
         made = executed(examples, ["right", "slow", "right", "wrong"])
         assert [one.correct for one in made] == [True, False, True, False]
-    assert [program for program, _ in ran] == ["right", "slow", "wrong", "slow"]
+    assert [job.program for job in ran] == ["right", "slow", "wrong", "slow"]
     monkeypatch.setattr(code, "MOST_KNOWN", 2)
     executed(examples[:1], ["new"])
-    assert list(code._KNOWN) == [("new", "t")]
+    assert list(code._KNOWN) == [Job("new", "t")]

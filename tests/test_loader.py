@@ -32,7 +32,7 @@ def write_folder(folder: Path, documents: list[list[int]]) -> None:
             for ids in texts:
                 writer.add(ids)
         splits[split] = SplitInfo.of([writer.info("test")])
-    Manifest(source={}, align=ALIGN, eos_id=EOS, blank_id=99, tokenizer="f" * 64, splits=splits).write(folder)
+    Manifest(source={}, align=ALIGN, eos_id=EOS, blank_id=999, tokenizer="f" * 64, splits=splits).write(folder)
 
 
 @pytest.fixture(scope="module")

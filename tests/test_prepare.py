@@ -323,3 +323,11 @@ def test_the_plan_of_generated_documents(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_missing_tokenizer_names_the_folder_of_relative_paths(root: Path) -> None:
     with pytest.raises(FredaError, match=r"prepare.tokenizer: .*nowhere.*--data"):
         prepare(mixture(tokenizer="nowhere"), root / "out", root=root)
+
+
+def test_an_empty_benchmark_is_refused(root: Path, tmp_path: Path) -> None:
+    """It would keep nothing out, and nobody would notice."""
+    (root / "asked.jsonl").write_text("")
+    asked = {"asked": DocumentsConfig(path="asked.jsonl", field="question")}
+    with pytest.raises(FredaError, match=r"benchmark.asked holds no text \(asked.jsonl\); name its file"):
+        prepare(dataclasses.replace(mixture(), benchmark=asked), tmp_path / "out", root=root, workers=1)

@@ -279,7 +279,7 @@ def test_a_sweep_of_missing_or_mixed_models_is_refused(folder: Path, tmp_path: P
     with pytest.raises(FredaError, match="has no config, systems, tasks, checksums, stability; make it again"):
         read_sweep(tmp_path)
     (tmp_path / "sweep.json").write_text("[]")
-    with pytest.raises(FredaError, match="is not the file of a sweep"):
+    with pytest.raises(FredaError, match=r"sweep\.json is not a JSON object"):
         read_sweep(tmp_path)
 
 

@@ -6,6 +6,7 @@ decontaminate, encode, write, hash; each in a process of its own, so that its pe
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -50,8 +51,10 @@ def bench_data(file: PrepareFile, root: Path, megabytes: float) -> dict[str, Any
         alone = encoder.tiktoken.encode_ordinary
         measured = {"tiktoken alone": _best(lambda: [alone(text) for text in texts]), **measured}
     if file.benchmark:
-        index = Index(benchmark_texts(sources_of(file, file.benchmark, root)), file.decontaminate)
-        measured["decontamination alone"] = _best(lambda: [index.hits(text) for text in texts])
+        shortest = {name: benchmark.shortest for name, benchmark in file.benchmark.items()}
+        index = Index(benchmark_texts(sources_of(file, file.benchmark, root)), file.decontaminate, shortest)
+        screened = functools.partial(index.screened, texts, str)
+        measured["decontamination alone"] = _best(lambda: [clean or index.hits(text) for text, clean in screened()])
     rows = [_row(name, seconds, tokens, size) for name, seconds in measured.items()]
     rows += _end_to_end(file, root, texts, encoder)
     reference = rows[0]["tokens_per_second"]

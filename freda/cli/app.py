@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import traceback
 import typing
@@ -27,6 +28,8 @@ from freda.errors import AgreedError, FredaError
 # Typer carries a click of its own or uses the package, by version; either way this is its error for wrong usage.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+LONGEST = 2000  # characters of an error; a path or a value in it may be longer
+NO_MEMORY = re.compile("allocate memory|out of memory|bad allocation|Storage size calculation overflowed")
 ModelPath = Annotated[Path, Argument(help="A model folder, a run folder, or the name of a bundled model.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, Option(help="Precision of the weights: float32, bfloat16, float16, or auto: bfloat16 on a GPU.")]
@@ -80,7 +83,9 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 0
-    except (FredaError, UsageError, OSError) as error:
+    except (FredaError, UsageError, OSError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, FredaError | UsageError | OSError) and not _is_memory(error):
+            raise
         if debug:
             traceback.print_exc()
         told_by_first = isinstance(error, AgreedError | UsageError) and os.environ.get("RANK", "0") != "0"
@@ -89,6 +94,8 @@ def run(arguments: list[str], *, debug: bool = False) -> int:
 
 def _message(error: Exception) -> str:
     """What an error says; one of wrong usage with the nearest option, or, where something is missing, an example."""
+    if _is_memory(error):
+        return f"there is not enough memory ({str(error).partition(chr(10))[0][:200] or 'none is left'}); ask for less"
     if isinstance(error, OSError):  # a full disk, a missing permission: the user's to fix, wherever it was met
         return f"{error.strerror or error}: {error.filename or 'while writing'}"
     if not isinstance(error, UsageError):
@@ -99,8 +106,16 @@ def _message(error: Exception) -> str:
     return f"{message}; for example: {example[0]}" if "Missing" in message and example else message
 
 
+def _is_memory(error: Exception) -> bool:
+    """Whether memory could not be had; torch says so by a RuntimeError."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
+    )
+
+
 def _complain(problem: str, code: int) -> int:
-    print(f"freda: error: {' '.join(problem.split())}", file=sys.stderr)
+    line = " ".join(problem.split())
+    print(f"freda: error: {line if len(line) <= LONGEST else line[:LONGEST] + ' ...'}", file=sys.stderr)
     return code
 
 

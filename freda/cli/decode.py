@@ -39,7 +39,7 @@ def generate(
     from freda.decode.request import Request
     from freda.decode.show import LiveDrafts
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _from_stdin() if prompt == "-" else prompt
     require(bool(text.strip()), "the prompt is empty; give the text to continue")
     if not _is_model(model) and _is_model(Path(text)):
         raise FredaError(f"there is no model {model}, but {text} is one; name the model first, then the prompt")
@@ -61,6 +61,13 @@ def generate(
     print(found.text)
     counts = f"{len(found.tokens)} tokens in {found.nfe} forwards: {found.tpf:.2f} tokens per forward"
     print(f"{counts}, {found.seconds:.2f} s ({method})", file=sys.stderr)
+
+
+def _from_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise FredaError(f"the prompt on stdin is not valid UTF-8 ({error}); write it as UTF-8") from None
 
 
 def _is_model(path: Path) -> bool:

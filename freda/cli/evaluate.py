@@ -12,6 +12,9 @@ from freda.cli.app import Device, Dtype, Settings, app, decode_options
 from freda.errors import FredaError, note
 from freda.eval.config import EvalSettings
 
+NoIsolation = Annotated[
+    bool, Option("--no-isolation", help="Run programs even where the kernel cannot isolate them (SECURITY.md).")
+]
 Unpublished = Annotated[bool, Option("--unpublished", help="Accept files whose checksum is not the published one.")]
 
 
@@ -37,6 +40,7 @@ def evaluate_(
     decode: EvalSettings = EvalSettings(max_new_tokens=1024),
     device: Device = "auto",
     dtype: Dtype = "auto",
+    no_isolation: NoIsolation = False,
     harness: Annotated[bool, Option("--harness", help="Let lm-evaluation-harness ask tasks of its own.")] = False,
     self_check: Annotated[bool, Option("--self-check", help="Grade the published answers instead.")] = False,
     compare: Annotated[tuple[Path, Path] | None, Option(help="Instead: paired difference of two results.")] = None,
@@ -56,14 +60,14 @@ def evaluate_(
             if model is None and not self_check:
                 return
     if self_check:
-        if not command.check_graders(task, data or Path("benchmarks")):
+        if not command.check_graders(task, data or Path("benchmarks"), isolated=not no_isolation):
             raise typer.Exit(1)
         return
     if model is None or not task:
         raise FredaError("name a model and a --task, or check the graders with --self-check")
     what: dict[str, Any] = {"tasks": task, "data": data or Path("benchmarks"), "out": out, "settings": decode}
-    how: dict[str, Any] = {"limit": limit, "unpublished": unpublished, "batch_size": batch_size}
-    job = command.EvalJob(model=model, **what, **how, device=device, dtype=dtype)
+    how: dict[str, Any] = {"limit": limit, "unpublished": unpublished, "isolated": not no_isolation}
+    job = command.EvalJob(model=model, **what, **how, batch_size=batch_size, device=device, dtype=dtype)
     (command.ask_by_harness if harness else command.evaluate_tasks)(job)
 
 
@@ -79,6 +83,7 @@ def sweep(
     device: Device = "auto",
     dtype: Dtype = "auto",
     unpublished: Unpublished = False,
+    no_isolation: NoIsolation = False,
     set_: Settings = [],  # noqa: B006
 ) -> None:
     """Measure systems over passes, thresholds and candidates, and draw the paper's tables and figures of them."""
@@ -87,6 +92,7 @@ def sweep(
     if config is not None:
         from freda.eval.config import load_sweep
 
+        set_ = [*set_, "sweep.isolation=false"] if no_isolation else set_
         file = load_sweep(config, set_)  # a wrong config fails before torch is loaded
         from freda.eval.sweep import run_sweep
 

@@ -18,6 +18,9 @@ DocumentsKind = Literal[FilesKind, MadeKind]
 MADE: tuple[MadeKind, ...] = get_args(MadeKind)
 
 
+MOST_IDS, MOST_ALIGN = 2**24, 2**20
+
+
 def _check(section: str, config: object, **ranges: tuple[float, float]) -> None:
     """Refuse values outside of their closed ranges."""
     for name, (least, most) in ranges.items():
@@ -41,8 +44,13 @@ class CorpusConfig:
     seed: int = knob(0, "seed of the generator")
 
     def __post_init__(self) -> None:
-        least = {"problems": 1, "validation_problems": 0, "steps": 1, "max_number": 5, "align": 1}
-        _check("corpus.", self, **{name: (number, math.inf) for name, number in least.items()})
+        counts = {
+            "problems": (1, 10**9),
+            "validation_problems": (0, 10**9),
+            "steps": (1, 64),
+            "max_number": (5, 10**12),
+        }
+        _check("corpus.", self, **counts, align=(1, MOST_ALIGN), vocab_size=(1, MOST_IDS))
         refused = f"corpus.max_change is {self.max_change}; use 2 or more, or 0 for no limit"
         require(self.max_change == 0 or self.max_change >= 2, refused)
 
@@ -90,10 +98,12 @@ class DocumentsConfig:
     config: str = knob("", "huggingface: configuration of the dataset")
     split: str = knob("train", "huggingface: split of the dataset")
     revision: str = knob("", "huggingface: commit or tag; empty takes the newest commit")
+    shortest: int = knob(0, "benchmark: fewest words of a text that is looked for; 0 takes decontaminate.shortest")
 
     def __post_init__(self) -> None:
         require(bool(self.path) or self.kind in MADE, "path is empty; name a file, a folder or a dataset")
         require(bool(self.field), "field is empty; name the field that holds the text")
+        _check("", self, shortest=(0, 1000))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +116,7 @@ class SourceConfig(DocumentsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.share < math.inf, f"share is {self.share}; use a positive number")
-        _check("", self, epochs=(1, math.inf))
+        _check("", self, epochs=(1, 10**6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +135,7 @@ class PrepareConfig:
     seed: int = knob(42, "seed of the order of files and of what is held out")
 
     def __post_init__(self) -> None:
-        _check("prepare.", self, parts=(1, math.inf), align=(1, math.inf), longest=(1, math.inf))
+        _check("prepare.", self, parts=(1, 2**16), align=(1, MOST_ALIGN), longest=(1, 2**30), vocab_size=(1, MOST_IDS))
         require(not self.eos or bool(self.tokenizer), f"prepare.eos is {self.eos!r}; it needs prepare.tokenizer")
         require(self.tokens >= 0, f"prepare.tokens is {self.tokens}; use 0 (all) or more")
         for name in ("validation_share", "broken_share"):
@@ -141,7 +151,7 @@ class DecontaminateConfig:
     threshold: float = knob(0.0, "share of one benchmark text's n-grams that a document must hold; 0: any single one")
 
     def __post_init__(self) -> None:
-        _check("decontaminate.", self, ngram=(1, math.inf), shortest=(1, self.ngram), threshold=(0, 1))
+        _check("decontaminate.", self, ngram=(1, 1000), shortest=(1, self.ngram), threshold=(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """Decontamination: finds training documents that contain text of a benchmark.
 
-A text becomes words: the runs of ASCII letters and digits of its UTF-8 bytes, in lower case; all other bytes separate.
-A benchmark item is known by all its n-grams of 13 words, a short one by its 8 to 12 words as a whole; a shorter one
-says too little and is only counted. A document is contaminated by an item if it holds one of the item's n-grams, or,
-with a threshold, at least that share of the distinct ones.
+A text becomes words: runs of letters and digits in lower case, as `disguise.folded` spells them; all else separates.
+Parts of a document that can be read in another way (`disguise.other_readings`) are read in both. A benchmark item is
+known by all its n-grams of 13 words, a short one by its 8 to 12 words as a whole; a shorter one says too little and is
+only counted. A document is contaminated by an item if it holds one of the item's n-grams, or, with a threshold, at
+least that share of the distinct ones.
 
 `Index` does this at 140 MB per second and core (textbook modules of 17 kB against a million n-grams; a call takes at
 least 40 microseconds, so that documents of 0.7 kB go at 16 MB per second). Nearly no document is contaminated, so the
@@ -14,18 +15,24 @@ collision costs microseconds, never a document. The tests state the rule in plai
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freda.data.config import DecontaminateConfig
+from freda.data.disguise import BORDER, folded, other_readings
 
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
+
+R = TypeVar("R")
+BORDER_BYTES = BORDER.encode("ascii")
 
 DEFAULT = DecontaminateConfig()
 WORD = re.compile(rb"[a-z0-9]+")
@@ -62,17 +69,12 @@ class BenchmarkInfo(NamedTuple):
 
 def split_words(text: str) -> list[bytes]:
     """The words of a text."""
-    return WORD.findall(_encode(text).lower())  # lower() of bytes is ASCII only
+    return WORD.findall(folded(text).lower())
 
 
 def ngrams(words: list[bytes], length: int) -> list[bytes]:
     """All n-grams of this length, in order, as words joined by spaces."""
     return [b" ".join(words[at : at + length]) for at in range(len(words) - length + 1)]
-
-
-def _encode(text: str) -> bytes:
-    """UTF-8; lone surrogates become question marks, which separate words like the rest."""
-    return text.encode("utf-8", "replace")
 
 
 class _Words(NamedTuple):
@@ -171,14 +173,21 @@ class _Item(NamedTuple):
 class Index:
     """The n-grams of benchmarks, to be looked for in documents. Items are (benchmark, text), in order."""
 
-    def __init__(self, items: Iterable[tuple[str, str]], limits: DecontaminateConfig = DEFAULT) -> None:
+    def __init__(
+        self,
+        items: Iterable[tuple[str, str]],
+        limits: DecontaminateConfig = DEFAULT,
+        shortest: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """`shortest` are the fewest words of an item, by benchmark, where it is not 0."""
         self._threshold, self._ngram = limits.threshold, limits.ngram
         texts: dict[str, list[list[bytes]]] = {}
         for benchmark, text in items:
             texts.setdefault(benchmark, []).append(split_words(text))
         self._items, self.benchmarks = list[_Item](), dict[str, BenchmarkInfo]()
         for name, own in texts.items():
-            long = [_Item(name, number, words) for number, words in enumerate(own) if len(words) >= limits.shortest]
+            least = shortest.get(name) or limits.shortest
+            long = [_Item(name, number, words) for number, words in enumerate(own) if len(words) >= least]
             self._items += long
             self.benchmarks[name] = BenchmarkInfo(len(own), len(long), len(own) - len(long))
         if self._items:
@@ -188,13 +197,42 @@ class Index:
         """The items that contaminate a document, in order; nearly always none."""
         found: dict[int, list[bytes]] = {}  # distinct n-grams of an item, in the order of the document
         seen: set[bytes] = set()
-        for gram, hash_ in self._proposals(text) if self._items else ():
+        for gram, hash_, _ in self._proposals(self._all_readings(text)) if self._items else ():
             if gram not in seen:
                 seen.add(gram)
                 for item in self._owners(gram, hash_):
                     found.setdefault(item, []).append(gram)
         hits = [self._hit(self._items[item], found[item]) for item in sorted(found)]
         return [hit for hit in hits if hit.share >= self._threshold]
+
+    def screened(self, records: Iterable[R], text_of: Callable[[R], str | None]) -> Iterator[tuple[R, bool]]:
+        """Every record, in order, with True where its text is known to be clean; texts that `text_of` does not give are
+        not known. Many are asked about at once, which takes half the time where they are short."""
+        waiting, size = list[tuple[R, bytes | None]](), 0
+        for record in records:
+            text = text_of(record)
+            waiting.append((record, None if text is None else self._all_readings(text)))
+            size += 0 if text is None else len(text)
+            if size >= PIECE:
+                yield from self._screen(waiting)
+                waiting, size = [], 0
+        yield from self._screen(waiting)
+
+    def _screen(self, waiting: list[tuple[R, bytes | None]]) -> Iterator[tuple[R, bool]]:
+        """Ask about all at once; where an n-gram is known, the place tells in which of them."""
+        known = [data for _, data in waiting if data is not None]
+        ends = list(itertools.accumulate(len(data) + len(BORDER_BYTES) for data in known))
+        proposed = self._proposals(BORDER_BYTES.join(known)) if self._items else ()
+        unclean = {bisect.bisect(ends, place) for _, _, place in proposed}
+        number = -1
+        for record, data in waiting:
+            number += data is not None
+            yield record, data is not None and number not in unclean
+
+    def _all_readings(self, text: str) -> bytes:
+        data = folded(text)
+        other = other_readings(text, data)
+        return data + BORDER_BYTES + folded(other) if other else data
 
     def _build(self) -> None:
         """Hash the n-grams of all items, one that an item repeats as often, and sort them by their hashes.
@@ -221,9 +259,9 @@ class Index:
         self._text, self._hashes, self._item = words.data, hashes[order], item[order]
         self._begin, self._end = words.starts[first][order], words.ends[first + length - 1][order]
 
-    def _proposals(self, text: str) -> Iterator[tuple[bytes, np.uint64]]:
-        """The n-grams of a text whose hash is known, with it, in order."""
-        words = _find_words(_encode(text))
+    def _proposals(self, data: bytes) -> Iterator[tuple[bytes, np.uint64, int]]:
+        """The n-grams of folded bytes whose hash is known, with it and their place, in order."""
+        words = _find_words(data)
         at = self._filter.passing(_hash_windows(words.hashes, self._beginning, self._powers))
         if not len(at):
             return
@@ -234,7 +272,7 @@ class Index:
             place, which = divmod(where, len(self._lengths))
             first, length = int(at[place]), int(self._lengths[which])
             if first + length <= len(words.starts):
-                yield words.joined(first, length), hashes[where]
+                yield words.joined(first, length), hashes[where], int(words.starts[first])
 
     def _owners(self, gram: bytes, hash_: np.uint64) -> set[int]:
         """The items that have this n-gram, compared word by word."""

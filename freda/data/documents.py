@@ -12,7 +12,6 @@ import csv
 import functools
 import io
 import itertools
-import json
 import random
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from freda.data.config import DocumentsConfig, GeneratorConfig, PrepareFile
 from freda.data.files import File, find, open_file
 from freda.data.mini import GENERATORS
 from freda.errors import FredaError, optional, require
+from freda.files import parse_json, read_text
 
 MOST_ID = np.iinfo(np.int32).max  # larger ids, which no tokenizer has, become this one and are refused
 PATIENCE = 10_000  # records looked at to find a few texts: with a wrong field there is none in a terabyte
@@ -112,10 +112,10 @@ def _json_lines(file: File, select: Field) -> Iterator[Pending]:
         if len(line) > LONGEST_LINE:
             return Broken(where, "line too long", f"more than {LONGEST_LINE} bytes")
         try:
-            values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            values = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             return Broken(where, "not UTF-8", str(error))
-        except (ValueError, RecursionError) as error:  # the second where it is nested too deeply
+        except ValueError as error:
             return Broken(where, "not JSON", str(error))
         if not isinstance(values, dict):
             return Broken(where, "not a JSON object")
@@ -196,7 +196,7 @@ def _datatrove(file: File, select: Field) -> Iterator[Pending]:
     """Token files of datatrove: ids in `.ds`, document ends in `.ds.index`, the width of an id in `.ds.metadata`."""
     index, metadata = (file.path.with_name(file.path.name + suffix) for suffix in (".index", ".metadata"))
     require(index.is_file(), f"{file} has no {index.name} beside it; copy both")
-    said = metadata.read_text(encoding="utf-8", errors="replace") if metadata.is_file() else ""
+    said = read_text(metadata, errors="replace") if metadata.is_file() else ""
     width, size = 2 if said.split("\n")[0].rpartition("|")[2] == "2" else 4, file.path.stat().st_size
     require(size % width == 0, f"{file} has {size} bytes, no multiple of {width}; copy it again")
     ids = np.memmap(file.path, f"<u{width}", "r") if size else np.empty(0, f"<u{width}")

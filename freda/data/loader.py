@@ -78,6 +78,12 @@ class Loader:
         for row, columns in enumerate(zip(*arrays, strict=True), start=first_row):
             epoch, place = divmod(row, self.rows)
             self._read_row(int(self._order(epoch)[place]), *columns)
+        least, most = (
+            int(arrays[0].min(initial=0)),
+            int(arrays[0].max(initial=0)),
+        )  # nothing else would notice a changed file
+        odd = f"{self._folder} holds the id {least if least < 0 else most}, which no text has: its files have changed"
+        require(least >= 0 and most < self.manifest.blank_id, f"{odd}; run freda inspect {self._folder} --verify")
         return Batch._make([*map(torch.from_numpy, arrays), bool((arrays[1] <= 0).all())])
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:

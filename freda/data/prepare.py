@@ -30,7 +30,7 @@ from freda.data.tasks import EXAMPLES, WORK, Outcome, Task, Worker, description,
 from freda.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from freda.data.workers import Runner, progress, runner, torchrun
 from freda.errors import FredaError, require
-from freda.files import beside, locked, write_whole
+from freda.files import beside, locked, read_json, write_whole
 
 TOKENIZER_TEXT = (10_000, 30_000_000)  # documents and characters to train a tokenizer on; more would only take longer
 Note = Callable[[str], None]
@@ -95,7 +95,7 @@ def with_revisions(file: PrepareFile, out: Path, known: Mapping[str, Any] | None
     """The file with a commit for every dataset of the Hub that names none, so that a run that is resumed or repeated
     reads the same: from `known` (the description in a manifest), from an interrupted run's notes, or the newest."""
     mark = out / WORK / "revisions.json"
-    notes: dict[str, str] = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
+    notes: dict[str, Any] = read_json(mark) if mark.is_file() else {}
     notes |= {key: table["revision"] for key, table in (known or {}).items() if "revision" in table}
 
     def pinned(section: str, tables: Mapping[str, Any]) -> dict[str, Any]:

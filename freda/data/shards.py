@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -26,13 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freda.errors import FredaError, require
-from freda.files import beside, write_whole
+from freda.files import beside, parse_json, read_text, write_whole
 
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 ID = np.dtype("<i4")
 OFFSET = np.dtype("<i8")
+MOST_HASHED = 8 * 2**30  # bytes that training reads before it begins: some five seconds
 START_ANEW = "delete the folder and run freda prepare again"
 
 
@@ -99,17 +100,36 @@ class Manifest:
         require(folder.is_dir(), f"there is no folder {folder}; make it with freda prepare")
         require(path.exists(), f"{folder} has no {MANIFEST}: it is half written; run freda prepare again")
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(read_text(path))
             seen = f"{path} has format version {values['version']}, this freda reads {FORMAT_VERSION}"
             require(values["version"] == FORMAT_VERSION, f"{seen}; {START_ANEW}")
             if type(values["align"]) is not int or values["align"] < 1:
                 raise ValueError(f"align is {values['align']!r}")
             for name, info in values["splits"].items():
-                shards = [ShardInfo(**shard) for shard in info["shards"]]
-                values["splits"][name] = SplitInfo(**{**info, "shards": shards})
-            return cls(**values)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                shards = [ShardInfo(**_typed(shard, SHARD_TYPES)) for shard in info["shards"]]
+                values["splits"][name] = SplitInfo(**_typed({**info, "shards": shards}, SPLIT_TYPES))
+            return cls(**_typed(values, MANIFEST_TYPES))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FredaError(f"{path} is damaged ({error}); {START_ANEW}") from None
+
+
+WHOLE, TEXTS = ("documents", "tokens"), ("name", "source", "sha256", "sha256_idx")
+SHARD_TYPES: dict[str, type] = {**dict.fromkeys(WHOLE, int), **dict.fromkeys(TEXTS, str)}
+SPLIT_TYPES: dict[str, type] = dict.fromkeys(WHOLE, int)
+MANIFEST_TYPES: dict[str, type] = {
+    **{"eos_id": int, "blank_id": int, "tokenizer": str, "source": dict, "dropped": dict, "contamination": dict},
+    "examples": list,
+}
+
+
+def _typed(values: dict[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
+    """Values of a manifest, whose types are right, numbers are not negative, and names stay in the folder."""
+    for name, kind in types.items():
+        value: Any = values.get(name, kind())
+        right = 0 <= value < 2**62 if type(value) is int else True
+        if type(value) is not kind or not right or (name == "name" and Path(str(value)).name != value):
+            raise ValueError(f"{name} is {value!r:.80}")
+    return values
 
 
 def shard_lines(manifest: Manifest) -> list[str]:
@@ -202,11 +222,40 @@ class Documents:
         return int(np.searchsorted(self._first, index, "right")) - 1
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Read every shard and compare its hashes with the manifest's."""
+Stamps = dict[str, list[int]]  # of files: size and time of the last change
+
+
+def unchanged(
+    folder: Path, manifest: Manifest, known: Mapping[str, Any], most: int = MOST_HASHED
+) -> tuple[Stamps, int]:
+    """Refuse shards that are not what was written; returns the stamps of all files, and how many were not looked at.
+
+    A file whose stamp is `known` was looked at before. The others are hashed, if they have at most `most` bytes in all;
+    of more, only the sizes are compared, and the ids when they are read.
+    """
+    Documents(folder, "train", manifest), Documents(folder, "validation", manifest)  # sizes and ends
+    stamps: Stamps = {}
+    for name in _hashes(manifest):
+        seen = (folder / name).stat()
+        stamps[name] = [seen.st_size, seen.st_mtime_ns]
+    new = {name for name, stamp in stamps.items() if known.get(name) != stamp}
+    if sum(stamps[name][0] for name in new) > most:
+        return {name: stamp for name, stamp in stamps.items() if name not in new}, len(new)
+    verify(folder, manifest, new)
+    return stamps, 0
+
+
+def _hashes(manifest: Manifest) -> dict[str, str]:
+    """The hash of every file of a folder of shards."""
     hashes = {f"{shard.name}.bin": shard.sha256 for shard in manifest.shards}
-    hashes |= {f"{shard.name}.idx": shard.sha256_idx for shard in manifest.shards}
-    for name, expected in hashes.items():
+    return hashes | {f"{shard.name}.idx": shard.sha256_idx for shard in manifest.shards}
+
+
+def verify(folder: Path, manifest: Manifest, names: Set[str] | None = None) -> None:
+    """Read every shard, or those of some names, and compare the hashes with the manifest's."""
+    for name, expected in _hashes(manifest).items():
+        if names is not None and name not in names:
+            continue
         with open(folder / name, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         changed = f"{folder / name} has changed: its hash is {found[:8]}, not {expected[:8]}"

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 from freda.data.config import PrepareFile
 from freda.data.decontaminate import Hit, Index
-from freda.data.documents import Broken, Document, Source, first_texts, is_unicode, read, sources_of
+from freda.data.documents import Broken, Document, Record, Source, first_texts, is_unicode, read, sources_of
 from freda.data.encode import make_encoder
 from freda.data.mini import GENERATORS
 from freda.data.shards import FORMAT_VERSION, SPLITS, ShardInfo, ShardWriter
 from freda.data.tokenizer import BLANK_TEXT, Tokenizer
-from freda.errors import FredaError
-from freda.files import write_whole
+from freda.errors import FredaError, require
+from freda.files import parse_json, read_text, write_whole
 
 WORK = ".freda-prepare"  # folder of records and the tokenizer until the manifest is written; nobody else has one
 EXAMPLES = 3  # kept of every reason for which documents are dropped, per task
@@ -75,10 +75,10 @@ class Outcome:
     def read_from(cls, path: Path) -> Outcome | None:
         """The record of a task, if it is there and whole."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(read_text(path))
             shards = {split: ShardInfo(**info) for split, info in values["shards"].items()}
             return cls(**{**values, "shards": shards})
-        except (OSError, ValueError, TypeError, KeyError):
+        except (FredaError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
 
@@ -128,10 +128,14 @@ def stamps(source: Source) -> list[tuple[int, int]]:
 def benchmark_texts(benchmarks: Mapping[str, Source]) -> Iterator[tuple[str, str]]:
     """(benchmark, text) of everything that must be kept out."""
     for name, benchmark in benchmarks.items():
+        empty = True
         for record in read(benchmark):
+            empty = False
             if isinstance(record, Broken):  # a benchmark that is not read in full would let its texts through
                 raise FredaError(f"benchmark.{name}: {record.where}: {record.reason} ({record.detail}); fix the file")
             yield name, record.text
+        odd = f"benchmark.{name} holds no text ({benchmark.config.path})"
+        require(not empty, f"{odd}; name its file, or remove the section")
 
 
 def sample(sources: Mapping[str, Source]) -> list[str]:
@@ -150,7 +154,8 @@ class Worker:
         self.tokenizer = tokenizer or Tokenizer.load(out / WORK)
         self.encoder = make_encoder(self.tokenizer, sample(self.sources))
         benchmarks = benchmark_texts(sources_of(file, file.benchmark, root))
-        self.index = Index(benchmarks, file.decontaminate) if file.benchmark else None
+        shortest = {name: benchmark.shortest for name, benchmark in file.benchmark.items()}
+        self.index = Index(benchmarks, file.decontaminate, shortest) if file.benchmark else None
         self._keys = task_keys(file, root, self.tokenizer)
 
     def run(self, task: Task) -> Outcome:
@@ -179,12 +184,10 @@ class Worker:
         records = read(self.sources[task.source], part=task.part, parts=settings.parts, seed=settings.seed)
         layout = (self.tokenizer.eos_id, settings.align)
         writers = {str(split): ShardWriter(self.out, f"{split}-{task.name}", *layout) for split in SPLITS}
-        number, exhausted = 0, True
+        number, exhausted = task.skip, True
         with writers["train"], writers["validation"]:
-            for number, record in enumerate(records, start=1):
-                if number <= task.skip:
-                    continue
-                split, ids = tally.judge(number, record)
+            for number, (record, clean) in enumerate(self._screened(records, task.skip), start=task.skip + 1):
+                split, ids = tally.judge(number, record, clean)
                 if ids is not None and not (split == "validation" and task.epoch):  # held out once is enough
                     writers[split].add(ids)
                 if task.want and writers["train"].tokens >= task.want:
@@ -195,6 +198,18 @@ class Worker:
         for split, suffix in itertools.product(writers.keys() - shards.keys(), (".bin", ".idx")):
             (self.out / f"{split}-{task.name}{suffix}").unlink()
         return Outcome(self._key(task), number, exhausted, shards, **tally.results())
+
+    def _screened(self, records: Iterator[Record], skip: int) -> Iterator[tuple[Record, bool]]:
+        """The records behind those that are used up, with whether each is known to be clean of benchmarks."""
+        wanted = itertools.islice(records, skip, None)
+        if self.index is None:
+            return ((record, True) for record in wanted)
+        return self.index.screened(wanted, self._text)
+
+    def _text(self, record: Record) -> str | None:
+        """The text of a record, unless it has none, or is too long to be looked at."""
+        known = isinstance(record, Document) and record.ids is None and len(record.text) <= self.settings.longest
+        return record.text if isinstance(record, Document) and known else None
 
 
 class Tally:
@@ -208,8 +223,8 @@ class Tally:
         self._dropped, self._examples = Counter[str](), list[dict[str, str]]()
         self._hits: dict[str, dict[str, Any]] = {}
 
-    def judge(self, number: int, record: Document | Broken) -> tuple[str, NDArray[np.int32] | None]:
-        """The split of a record of the part, and its ids; none if it is dropped."""
+    def judge(self, number: int, record: Record, clean: bool = False) -> tuple[str, NDArray[np.int32] | None]:
+        """The split of a record of the part, and its ids; none if it is dropped. `clean` if it is known to be so."""
         self._seen += 1
         if isinstance(record, Broken):
             self._broken += 1
@@ -218,7 +233,7 @@ class Tally:
             if self._seen % 1000 == 0:
                 self.check_broken()
             return "", None
-        ids = self._ids(record)
+        ids = self._ids(record, clean)
         if record.split or ids is None:
             return record.split, ids
         # Whether a record is held out depends on its place alone, so that every epoch and every run agrees.
@@ -227,7 +242,7 @@ class Tally:
         self._least_draw = min(self._least_draw, draw)
         return "validation" if draw < self._held else "train", ids
 
-    def _ids(self, document: Document) -> NDArray[np.int32] | None:
+    def _ids(self, document: Document, clean: bool) -> NDArray[np.int32] | None:
         """The ids of a document; None if it must not be written, which is counted."""
         text, ids = document.text, document.ids
         if ids is not None:
@@ -241,7 +256,7 @@ class Tally:
             objection = (f"spells {BLANK_TEXT}", "")
         elif not is_unicode(text):
             objection = ("not Unicode", "it has lone surrogates")
-        elif hits := self._hits_in(text):
+        elif hits := [] if clean else self._hits_in(text):
             objection = (f"contaminated by {hits[0].benchmark}", f"item {hits[0].item}: {hits[0].words}")
         else:
             return self._worker.encoder.encode(text) if ids is None else ids

@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from freda.errors import FredaError, require
-from freda.files import located, read_json, read_text
+from freda.files import located, parse_json, read_json, read_text
 
 BLANK_TEXT = "<|blank|>"
 EOS_TEXT = "<|endoftext|>"
@@ -84,6 +84,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with nothing added in front or behind. Text that spells BLANK is an error."""
+        if not isinstance(text, str):
+            raise FredaError(f"a text is {text!r:.80} ({type(text).__name__}); use a string")
         offset = text.find(BLANK_TEXT)
         reserved = "which is reserved for empty slots of a draft; remove it from the text"
         require(offset < 0, f"the text contains {BLANK_TEXT} at character {offset}, {reserved}")
@@ -201,9 +203,12 @@ def token_text(token: Any) -> str | None:
 
 def _parse(json_text: str) -> tokenizers.Tokenizer:
     try:
+        parse_json(json_text)  # the library has no limit on depth
         parsed = tokenizers.Tokenizer.from_str(json_text)
-    except Exception as error:  # the library raises nothing narrower
-        raise FredaError(f"tokenizer.json is not a valid tokenizer: {error}") from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and a panic of Rust is no Exception
+        raise FredaError(f"tokenizer.json is not a valid tokenizer: {str(error)[:300]}") from None
     parsed.no_truncation()  # a checkpoint may contain the limits of the script that saved it
     parsed.no_padding()
     return parsed

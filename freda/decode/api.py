@@ -37,6 +37,9 @@ class Completion(Output):
 
 def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "auto", **engine: Any) -> Model:
     """A model or run folder, ready to use; `engine` are fields of `EngineConfig`, for instance max_batch=32."""
+    require(isinstance(path, str | os.PathLike), f"the path is {path!r:.80}; name a model or run folder")
+    for name, value in (("device", device), ("dtype", dtype)):
+        require(isinstance(value, str), f"{name} is {value!r:.80}; use a string, for instance auto")
     _known(engine, [field.name for field in fields(EngineConfig)], "an engine has no setting")
     place = pick_device(device)
     return Model(load_model(Path(path), place, pick_dtype(dtype, place)), EngineConfig(**engine), name=str(path))
@@ -85,6 +88,10 @@ class Model:
         Among many, one that cannot be continued has finish "error" and says why; a prompt alone raises the error.
         """
         common = Request(prompt=(), **checked(settings))
+        listed = isinstance(prompts, str) or (
+            isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray)
+        )
+        require(listed, f"prompts is {prompts!r:.80} ({type(prompts).__name__}); use a string or a list of strings")
         if isinstance(prompts, str):
             return self.complete(replace(common, prompt=self.loaded.tokenizer.encode(prompts)))
         outputs, asked = dict[int, Output](), dict[int, Request]()

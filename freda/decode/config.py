@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from freda.errors import require
 from freda.sections import knob
+
+
+def _require_numbers(config: Any) -> None:
+    """Refuse what is no number in a field whose default is one: Python calls bring values of any type."""
+    for field in fields(config):
+        value, kind = getattr(config, field.name), type(field.default)
+        if kind not in (int, float):
+            continue
+        right = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        wanted = "a whole number" if kind is int else "a number"
+        require(right, f"{field.name} is {value!r:.80} ({type(value).__name__}); use {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +38,7 @@ class DecodeConfig:
     select: Literal["argmax", "gumbel"] = knob("argmax", "best-of-n: take the best beam candidate, or sample one")
 
     def __post_init__(self) -> None:
+        _require_numbers(self)
         require(1 <= self.width <= 256, f"width is {self.width}; use 1 to 256")
         require(0 <= self.tau <= 1e6, f"tau is {self.tau}; use 0 to 1e6")
         require(0 <= self.swaps <= 256, f"swaps is {self.swaps}; use 0 to 256")
@@ -38,7 +50,7 @@ class DecodeConfig:
             0 < self.threshold < math.inf,
             f"threshold is {self.threshold}; use a probability above 0, or a number above 1 for never",
         )
-        require(self.temperature >= 0, f"temperature is {self.temperature}; use 0 (greedy) or more")
+        require(0 <= self.temperature < math.inf, f"temperature is {self.temperature}; use 0 (greedy) or more")
         require(0 < self.top_p <= 1, f"top_p is {self.top_p}; use a probability above 0, at most 1")
         require(abs(self.seed) < 2**63, f"seed is {self.seed}; use a number of at most 63 bits")
 
@@ -55,3 +67,6 @@ class EngineConfig:
     prefill: int = knob(4096, "prompt tokens in one forward")
     on_device: bool = knob(True, "keep passes on the GPU, in CUDA graphs, where model and request allow it")
     int8: bool = knob(False, "on a GPU: int8 weights in forwards over few tokens, which wait for the weights")
+
+    def __post_init__(self) -> None:
+        _require_numbers(self)

@@ -54,6 +54,7 @@ class Engine:
         self.loaded, self.config, self.model = loaded, config, loaded.backbone
         for name in ("max_batch", "page_size", "queue", "prefill"):
             require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}; use 1 or more")
+        require(config.max_length >= 0, f"max_length is {config.max_length}; use 0 (all positions) or more")
         geometry, limit = loaded.method.geometry, self.model.config.max_positions
         self.max_length = min(config.max_length or limit, limit)  # tokens of a prompt and its answer
         # Pages hold whole blocks. An autoregressive model may be asked to decode blocks in the paper's layout, too.
@@ -145,6 +146,7 @@ class Engine:
 
     def begun(self, request: Request) -> Request:
         """The request; an empty prompt becomes BOS, if the method predicts behind a known token and there is one."""
+        require(isinstance(request, Request), f"the request is {request!r:.80}; make a Request")
         if request.prompt or not method_named(request.method, self.loaded.method).geometry.held:
             return request
         bos = self.loaded.tokenizer.bos_id

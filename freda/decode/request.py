@@ -30,6 +30,12 @@ class Request(DecodeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        listed = isinstance(self.prompt, abc.Sequence) and not isinstance(self.prompt, str | bytes | bytearray)
+        require(listed, f"the prompt of a request is {self.prompt!r:.80}; use a list of token ids")
+        odd = next((one for one in self.prompt if type(one) is not int), 0)
+        require(type(odd) is int, f"the prompt of a request holds {odd!r:.80} ({type(odd).__name__}); use token ids")
+        named = self.method is None or isinstance(self.method, str)
+        require(named, f"method is {self.method!r:.80}; use the name of a method")
         object.__setattr__(self, "stop", stop_strings(self.stop))
 
 

@@ -43,6 +43,7 @@ class EvalJob:
     settings: EvalSettings
     limit: int
     unpublished: bool
+    isolated: bool
     batch_size: int
     device: str
     dtype: str
@@ -83,7 +84,7 @@ def own_questions(model: Path | None, tasks: list[str], data: Path | None) -> tu
 
 def evaluate_tasks(job: EvalJob) -> None:
     """Evaluate the model on every task; a line on stdout for each. Tasks of nothing but errors are an error."""
-    tasks = tasks_named(job.tasks)
+    tasks = tasks_named(job.tasks, isolated=job.isolated)
     questions = [task.examples(job.data, job.limit, unpublished=job.unpublished) for task in tasks]
     model, failed = job.load(), list[str]()
     for task, examples in zip(tasks, questions, strict=True):
@@ -153,10 +154,10 @@ class Checked(NamedTuple):
         return self.references == self.n and self.wrong == 0 and even
 
 
-def check_graders(names: Sequence[str], data: Path) -> bool:
+def check_graders(names: Sequence[str], data: Path, *, isolated: bool = True) -> bool:
     """Check the graders of the named tasks, or of all whose files are there, a line for each; True if all are right."""
     checked = []
-    for task in tasks_named(names):
+    for task in tasks_named(names, isolated=isolated):
         try:
             checked.append(found := self_check(task, data))
         except FredaError as error:
@@ -175,7 +176,7 @@ def check_graders(names: Sequence[str], data: Path) -> bool:
 
 def self_check(task: Task, folder: Path) -> Checked:
     """Grade the references, a constant wrong answer and, where there are choices, random ones."""
-    task.check_installed()
+    task.check_ready()
     begun, examples = time.perf_counter(), task.load(folder, task.rows)
     found, generator = checksum(examples), random.Random(0)
 

@@ -70,6 +70,7 @@ class SweepConfig:
     stability_examples: int = knob(200, "stability: questions of each task whose published answers are refined")
     max_new_tokens: int = knob(1024, "most tokens of an answer; a task may set less")
     batch_size: int = knob(64, "questions answered side by side")
+    isolation: bool = knob(True, "run programs only where the kernel isolates them; see SECURITY.md")
 
     def __post_init__(self) -> None:
         unknown = [part for part in self.parts if part not in SWEEP_PARTS]

@@ -180,7 +180,11 @@ def _resume(out: Path, head: dict[str, Any]) -> dict[str, Sample]:
         _write_samples(out, head, {})
         return {}
     found, samples = read_samples(out)
-    before, now = ({**one, **one.get("settings", {}), "settings": None} for one in (found, head))
+    settings = found.get("settings")
+    require(
+        isinstance(settings, dict), f"{out / SAMPLES} has no settings in its first line; delete it, or choose another"
+    )
+    before, now = ({**one, **one["settings"], "settings": None} for one in (found, head))
     changed = {key: f"{key} {before.get(key)} (now {now[key]})" for key in now if before.get(key) != now[key]}
     if "n" in changed:
         changed.pop("checksum", None)  # other questions, which is nothing new

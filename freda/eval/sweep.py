@@ -46,7 +46,8 @@ def run_sweep(
     file: SweepFile, data: Path, out: Path, *, device: str = "auto", dtype: str = "auto", unpublished: bool = False
 ) -> dict[str, Any]:
     """Measure everything that is not in `out` yet and write `sweep.json`; returns its content."""
-    begun, sweep, tasks = time.perf_counter(), file.sweep, tasks_named(file.sweep.tasks)
+    begun, sweep = time.perf_counter(), file.sweep
+    tasks = tasks_named(sweep.tasks, isolated=sweep.isolation)
     for path in (path for system in file.system.values() for path in system.models):
         resolve_model_folder(Path(path))  # a missing model is reported before hours of work, not after
     questions = _questions(file, tasks, data, unpublished)

@@ -11,8 +11,9 @@ tokenizer in every version. Three things differ from a Hugging Face checkpoint a
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freda.errors import FredaError, optional, require
+from freda.folders.gguf_header import check_header
 from freda.folders.hugging_face import FAMILIES, Checkpoint, family_of, model_config
 from freda.model.config import ModelConfig
 from freda.model.transformer import rotary_frequencies
@@ -74,7 +76,25 @@ SPLITS = {  # llama.cpp's name of a pre-tokenizer: the expression that cuts text
 
 def read_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     """Read a GGUF file. Without `dtype`, float weights keep theirs and quantised ones become bfloat16."""
-    reader = _open(path)
+    package = optional("gguf", "gguf")
+    check_header(path)
+    with _understood():
+        return _read(_open(package, path), dtype)
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Metadata of wrong types, missing or damaged, in one line; a panic of the tokenizer's library is no Exception."""
+    try:
+        yield
+    except (FredaError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        what = f"{type(error).__name__}: {error}"[:200]
+        raise FredaError(f"the metadata of the file is damaged ({what}); download it again") from None
+
+
+def _read(reader: Any, dtype: torch.dtype | None) -> Checkpoint:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     stored = {tensor.name: tensor for tensor in reader.tensors}
     require("tokenizer.ggml.tokens" in fields, f"the file has no tokenizer; {INSTEAD}")
@@ -92,11 +112,10 @@ def read_gguf(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     return Checkpoint(config, tensors, tokenizer_json, settings, _stops(fields), notes)
 
 
-def _open(path: Path) -> Any:
-    package = optional("gguf", "gguf")
+def _open(package: Any, path: Path) -> Any:
     try:
         reader = package.GGUFReader(path)
-    except (ValueError, IndexError, OSError) as error:
+    except (ValueError, IndexError, KeyError, OSError) as error:
         raise FredaError(f"not a whole GGUF file ({error}); download it again") from None
     parts, advice = reader.fields.get("split.count"), "llama-gguf-split --merge FIRST_PART OUT.gguf"
     require(parts is None or parts.contents() <= 1, f"one part of a split model; join all parts: {advice}")

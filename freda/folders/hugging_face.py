@@ -71,6 +71,8 @@ REFUSED = {  # keys of config.json that change the forward in a way the Transfor
 
 def check_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> None:
     """Refuse any but the tensors of this shape, no fewer and no more; the error names the first that is wrong."""
+    last = f"model.layers.{config.layers - 1}.input_layernorm.weight"  # before as many layers are made as it says
+    require(last in tensors, f"half-written: config.json has {config.layers} layers, but the tensor {last} is missing")
     with torch.device("meta"):
         model = Transformer(config, blank_id=1)  # no shape depends on it
     expected = {hugging_face_name(name): tensor.shape for name, tensor in model.state_dict().items()}
@@ -110,7 +112,7 @@ def model_config(values: Mapping[str, Any]) -> ModelConfig:
         **{own: _whole(values, key, defaults.get(own)) for own, key in KEYS.items()},
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(values.get("rms_norm_eps", ModelConfig.norm_eps)),
+        norm_eps=_number(values, "rms_norm_eps", ModelConfig.norm_eps),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         tied=bool(values.get("tie_word_embeddings", False)),
@@ -141,7 +143,9 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def _family(values: Mapping[str, Any]) -> Family:
-    named = next(iter(values.get("architectures") or []), None)
+    listed = values.get("architectures") or []
+    require(isinstance(listed, list), f"config.json has architectures {listed!r}; it must be a list")
+    named = next(iter(listed), None)
     seen = named or values.get("model_type")
     for family in FAMILIES:
         if seen == (family.architecture if named else family.model_type):
@@ -152,8 +156,12 @@ def _family(values: Mapping[str, Any]) -> Family:
 
 def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Base of the rotary frequencies and, where there is one, the Llama-3 scaling."""
-    parameters = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    theta = float(parameters.get("rope_theta", values.get("rope_theta", ModelConfig.rope_theta)))
+    parameters: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        found = values.get(key) or {}
+        require(isinstance(found, dict), f"config.json has {key} {found!r:.80}; it must be an object")
+        parameters |= found
+    theta = _number({**values, **parameters}, "rope_theta", ModelConfig.rope_theta)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     part = parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     require(part == 1.0, "config.json sets partial_rotary_factor: rotating a part of each head is not supported")
@@ -163,12 +171,19 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     require(kind == "llama3", odd)
     missing = next((key for key in LLAMA3_SCALING if key not in parameters), None)
     require(missing is None, f"config.json has the rope type llama3 without its {missing}")
-    return theta, {"rope_type": kind, **{key: parameters[key] for key in LLAMA3_SCALING}}
+    return theta, {"rope_type": kind, **{key: _number(parameters, key, 0.0) for key in LLAMA3_SCALING}}
 
 
 def _whole(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = values.get(key)
+    value: Any = values.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or value < 1:
-        raise FredaError(f"config.json has {key} = {value!r}; it must be a whole number of 1 or more")
-    return value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= 1, f"config.json has {key} = {value!r:.80}; it must be a whole number of 1 or more")
+    return int(value)
+
+
+def _number(values: Mapping[str, Any], key: str, default: float) -> float:
+    value = values.get(key, default)
+    right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30
+    require(right, f"config.json has {key} = {value!r:.80}; it must be a number above 0")
+    return value if key == "original_max_position_embeddings" else float(value)

@@ -35,7 +35,12 @@ def weight_files(folder: Path) -> list[Path]:
     seen = "its weights are a pickle (pytorch_model.bin), which is never read because it can run code"
     require(not pickled, f"{seen}; {advice}")
     require(index.is_file(), "half-written: model.safetensors is missing; write or download the folder again")
-    names = sorted(set(read_json(index).get("weight_map", {}).values())) or ["weight_map"]
+    files: Any = read_json(index).get("weight_map")
+    listed = isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
+    require(bool(listed), f"{index.name} has no weight_map of tensors and their files; write or download it again")
+    names = sorted(set(files.values()))
+    outside = next((name for name in names if Path(name).name != name), None)
+    require(outside is None, f"{index.name} names {outside!r:.80}, which is no file of this folder; it is not read")
     missing = next((name for name in names if not (folder / name).is_file()), None)
     require(missing is None, f"half-written: {missing} of {index.name} is missing")
     return [folder / name for name in names]
@@ -53,6 +58,8 @@ def read_safetensors(
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 tensor = _described(file.get_slice(name)) if described else file.get_tensor(name)
                 int8 = tensor.dtype == torch.int8 or name.endswith(SCALE)  # not cast before both are combined
+                odd = f"the tensor {name} is stored as {tensor.dtype}; quantised weights are not read"
+                require(int8 or tensor.is_floating_point(), odd)
                 tensors[name] = tensor if int8 else tensor.to(dtype=dtype)
     found = unpacked(tensors, dtype)
     return {name: tensor for name, tensor in found.items() if not name.endswith(".rotary_emb.inv_freq")}
@@ -122,5 +129,10 @@ def unpacked(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[s
     """The weights that packed tensors represent; the other tensors, and int8 matrices without scales, are unchanged."""
     made = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
     for name in made.keys() & {key.removesuffix(SCALE) for key in tensors.keys() - made.keys()}:
-        made[name] = (made[name].float() * tensors[name + SCALE][..., None]).to(dtype or torch.float32)
+        scale = tensors[name + SCALE]
+        odd = (
+            f"{name}{SCALE} has shape {tuple(scale.shape)}; the weight {tuple(made[name].shape)} needs one for each row"
+        )
+        require(scale.shape == made[name].shape[:-1] and scale.is_floating_point(), odd)
+        made[name] = (made[name].float() * scale[..., None]).to(dtype or torch.float32)
     return made

@@ -44,6 +44,7 @@ from freda.model.transformer import Transformer
 from freda.sections import build, knob, require_at_least
 
 NEVER = 2.0  # a commitment threshold that no probability reaches
+MOST_BLOCK = 2**12  # tokens; attention within a block is quadratic
 
 
 class Step(NamedTuple):
@@ -92,6 +93,7 @@ class Method:
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "method", "block_size")
+        require(self.block_size <= MOST_BLOCK, f"method.block_size is {self.block_size}; use {MOST_BLOCK} or less")
 
     # -- settings ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,10 @@ from typing import Any
 from freda.errors import require
 from freda.sections import knob, require_at_least
 
+MOST = {  # what no model comes near
+    **{"vocab_size": 2**24, "layers": 2**12, "max_positions": 2**26},
+    **dict.fromkeys(("dim", "heads", "kv_heads", "head_dim", "ffn_dim"), 2**20),
+}
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -32,7 +36,9 @@ class ModelConfig:
     tied: bool = knob(True, "head and embedding share one matrix")
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "model", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim")
+        require_at_least(1, self, "model", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "max_positions")
+        for name, most in MOST.items():
+            require(getattr(self, name) <= most, f"model.{name} is {getattr(self, name)}; use {most} or less")
         divides = self.heads % self.kv_heads == 0
         require(divides, f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}")
         odd = "model.qk_norm and model.qkv_bias are both true"

@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from freda.errors import AgreedError, FredaError, require
-from freda.files import PART, beside, flush, read_json, write_json, write_whole, written_beside
+from freda.files import PART, beside, flush, read_json, read_text, write_json, write_whole, written_beside
 from freda.folders.hugging_face import hugging_face_name
 from freda.folders.model_folder import About, part_file, write_files
 from freda.folders.tensors import save_tensors
@@ -43,6 +43,7 @@ from freda.train.optim import MOMENTS
 from freda.train.parallel import Ranks, own_part
 
 CHECKSUMS, OPTIMIZER, DAMAGED = "checksums.json", "optimizer", ".damaged"
+LISTED = (".json", ".safetensors")  # what a checkpoint consists of; others may lay a README beside
 # Each file of moments is put together in memory before it is written, which holds up all threads: training beside stood
 # still for up to 0.2 s with files of 256 MB, for 2.0 s with 2 GB (H200, 8.6 GB of moments, torch 2.11).
 BYTES_PER_FILE = 2**28
@@ -267,6 +268,11 @@ def damage(folder: Path, ranks: Ranks) -> str:
         record = read_json(path)
     except FredaError:
         return f"{CHECKSUMS} is damaged"
+    kept = [path for path in (*folder.iterdir(), *(folder / OPTIMIZER).glob("*")) if path.suffix in LISTED]
+    needed = {path.relative_to(folder).as_posix() for path in kept} | {"config.json", "state.json"}
+    unnamed = min(needed - record.keys() - {CHECKSUMS}, default="")
+    if unnamed:
+        return f"{CHECKSUMS} does not name {unnamed}"
     names = sorted(record)
 
     def whole(name: str) -> bool:
@@ -292,7 +298,11 @@ def _set_aside(damaged: list[tuple[Path, str]], good: Path) -> None:
 
 def steps_done(folder: Path) -> int:
     """The number of optimizer steps behind a checkpoint."""
-    return int(read_json(folder / "state.json")["step"])
+    step: Any = read_json(folder / "state.json").get("step")
+    require(
+        type(step) is int and step >= 0, f"{folder}/state.json has step {step!r:.80}; resume from an older checkpoint"
+    )
+    return int(step)
 
 
 def restore(folder: Path, parts: Parts, optimizer: torch.optim.AdamW, ranks: Ranks) -> None:
@@ -316,8 +326,8 @@ def restore(folder: Path, parts: Parts, optimizer: torch.optim.AdamW, ranks: Ran
 def latest(run: Path) -> Path | None:
     """The newest complete checkpoint of a run: the one that `latest` names, or else the newest there is, if any."""
     folders = run / "checkpoints"
-    with contextlib.suppress(FileNotFoundError):
-        named = folders / (run / "latest").read_text(encoding="utf-8").strip()
+    with contextlib.suppress(FredaError, ValueError):  # missing, damaged, or no name of a file
+        named = folders / read_text(run / "latest").strip()
         if named.is_dir() and named.name.startswith("step-"):
             return named
     return next((folders / f"step-{step}" for step in reversed(_steps(run))), None)

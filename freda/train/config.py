@@ -31,6 +31,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "data", "seq_len")
+        require(self.seq_len <= 2**24, f"data.seq_len is {self.seq_len}; use {2**24} or less")
         require_at_least(0, self, "data", "first_row")
 
 
@@ -70,6 +71,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_at_least(1, self, "train", "steps", "batch_rows", "group_rows", "keep", "log_every", "validation_rows")
         require_at_least(0, self, "train", "warmup_steps", "validate_every", "save_every", "weight_decay")
+        require(self.batch_rows <= 2**20, f"train.batch_rows is {self.batch_rows}; use {2**20} or less")
         odd = f"train.group_rows {self.group_rows} does not divide train.batch_rows {self.batch_rows}"
         require(self.batch_rows % self.group_rows == 0, odd)
         for name in ("lr", "clip", "backbone_lr_scale"):

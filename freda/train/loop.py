@@ -10,6 +10,7 @@ waited for its own. Another writes checkpoints. The host waits for the device on
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import signal
 import time
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch, Prefetcher, pinned, rank_rows
+from freda.data.shards import Manifest, unchanged
 from freda.errors import AgreedError, FredaError, note, require
-from freda.files import write_whole
+from freda.files import locked, read_json, write_whole
 from freda.folders.model_folder import About, model_path
 from freda.methods.method import Step
 from freda.train import checkpoint
@@ -36,6 +38,7 @@ from freda.train.optim import clip_and_update, learning_rate, pass_numbers, tota
 from freda.train.parallel import Ranks, own_part, sharded
 from freda.train.setup import Run, setup
 
+SHARDS = "shards.json"  # in a run: size and time of the data's files when they were last compared with their hashes
 VALIDATION_STEP = 0  # validation noise is that of a fixed step, so that its numbers can be compared
 
 
@@ -67,33 +70,65 @@ def resume_run(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def train(
     config: RunConfig, folder: Path, *, resume: bool = False, name: str = "train", ranks: Ranks = Ranks()
 ) -> Result:
-    """Train to the end, or until interrupted; in both cases everything is saved. `folder` is new, or resumed."""
+    """Train to the end, or until interrupted; in both cases everything is saved. `folder` is new, or resumed. No other
+    process can train in it at the same time."""
+    with contextlib.ExitStack() as lock:
+        return _train(config, folder, resume, name, ranks, lock)
+
+
+def _train(
+    config: RunConfig, folder: Path, resume: bool, name: str, ranks: Ranks, lock: contextlib.ExitStack
+) -> Result:
+    def hold() -> None:
+        """Keep others out; a new folder may have been used since it was looked at."""
+        lock.enter_context(locked(folder))
+        if not resume:
+            _check_unused(folder)
 
     def prepare_folder(config: RunConfig) -> None:
-        if ranks.first and not (resume and resume_run(folder) == config):
-            folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            hold()
+        if not (resume and resume_run(folder) == config):
             write_whole(folder / "config.toml", config_module.dump(config))
+        write_whole(folder / SHARDS, json.dumps(stamps) + "\n")
 
-    if not resume:
-        ranks.agree(lambda: _check_unused(folder))
+    def first(call: Callable[[], Any]) -> Any:
+        return ranks.agree(lambda: call() if ranks.first else None)
+
+    first(hold) if resume else ranks.agree(lambda: _check_unused(folder))
     config = _with_absolute_paths(config)
     saved = checkpoint.resumable(folder, ranks, note if ranks.first else lambda _: None) if resume else None
     done = 0 if saved is None else checkpoint.steps_done(saved)
     if saved is not None and done >= config.train.steps:
-        if ranks.first:
-            more = f"freda train --resume {folder} --set train.steps=N with N above {done}"
-            other = f"to train from it with other settings: train.init={folder} in a new run"
-            note(f"{folder} is already finished, at step {done}; to extend it: {more}; {other}")
+        first(lambda: _tell_finished(folder, done))
         return Result(saved, done, "", {}, 0.0)
+    stamps = first(lambda: _check_shards(Path(config.data.path), folder / SHARDS))
     run = setup(config, saved, ranks)  # before the folder is made: a wrong config leaves nothing behind
     if saved is not None:
         checkpoint.restore(saved, run.parts, run.optimizer, ranks)
-    ranks.agree(lambda: prepare_folder(run.config))
-    write = ranks.agree(lambda: metrics_writer(run.config, folder, done) if ranks.first else lambda numbers: None)
+    first(lambda: prepare_folder(run.config))
+    write = first(lambda: metrics_writer(run.config, folder, done)) or (lambda numbers: None)
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
     saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), ranks, keep=config.train.keep)
     with line.live, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
         return _run_steps(run, saver, done, line, stop, lambda numbers: ranks.agree(lambda: write(numbers)))
+
+
+def _tell_finished(folder: Path, done: int) -> None:
+    more = f"freda train --resume {folder} --set train.steps=N with N above {done}"
+    other = f"to train from it with other settings: train.init={folder} in a new run"
+    note(f"{folder} is already finished, at step {done}; to extend it: {more}; {other}")
+
+
+def _check_shards(data: Path, known: Path) -> dict[str, list[int]]:
+    """Refuse token shards that have changed since they were written, or since this run has looked at them."""
+    before: dict[str, Any] = {}
+    with contextlib.suppress(FredaError):  # missing, or damaged: all of them are looked at
+        before = read_json(known)
+    stamps, skipped = unchanged(data, Manifest.read(data), before)
+    if skipped:
+        note(f"{skipped} shards of {data} are too large to look at now; to do so: freda inspect {data} --verify")
+    return stamps
 
 
 def _check_unused(folder: Path) -> None:

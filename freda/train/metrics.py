@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from freda.errors import missing_package
-from freda.files import write_whole
+from freda.files import parse_json, read_text, write_whole
 from freda.sections import to_dict
 from freda.train.config import RunConfig
 
@@ -33,7 +33,7 @@ def metrics_writer(config: RunConfig, folder: Path, steps_done: int) -> Callable
     steps that a resumed run will do again are dropped."""
     path, trackers = folder / "metrics.jsonl", make_trackers(config, folder)
     if path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= steps_done]
+        kept = [line for line in read_text(path, "replace").splitlines() if _step_of(line) <= steps_done]
         write_whole(path, "".join(line + "\n" for line in kept))
 
     def write(numbers: dict[str, Any]) -> None:
@@ -47,15 +47,15 @@ def metrics_writer(config: RunConfig, folder: Path, steps_done: int) -> Callable
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All lines of a run, without one that a crash cut short."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if _step_of(line) < float("inf")]
+    lines = read_text(path, "replace").splitlines()
+    return [parse_json(line) for line in lines if _step_of(line) < float("inf")]
 
 
 def _step_of(line: str) -> float:
     """The step of a line; a line cut short by a crash counts as never written."""
     try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return int(parse_json(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return float("inf")
 
 

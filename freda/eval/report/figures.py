@@ -13,7 +13,7 @@ from typing import Any
 
 from freda.errors import note
 from freda.eval.report import published, tables
-from freda.eval.report.points import NEVER, OVERALL, Score, Sweep, read_sweep
+from freda.eval.report.points import NEVER, OVERALL, Score, Sweep, read_sweep, told_if_damaged
 from freda.eval.report.tables import envelope, papers_panels, pareto_panels
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959")  # safe for colour blindness
@@ -43,9 +43,11 @@ LEGEND_ENTRY = 1.45
 
 def draw_sweep(source: Path, out: Path) -> list[Path]:
     """Write the tables and, where there is matplotlib, the figures of a sweep; returns their paths."""
-    sweep, files = Sweep(read_sweep(source)), dict[Path, str]()
-    for part in sweep.config.parts:
-        made = [table(sweep) for table in tables.TABLES[part]]
+    content, files = read_sweep(source), dict[Path, str]()
+    with told_if_damaged(source):
+        sweep = Sweep(content)
+        tabled = {part: [table(sweep) for table in tables.TABLES[part]] for part in sweep.config.parts}
+    for part, made in tabled.items():
         for name, table in zip((part, f"{part}-summary"), made, strict=False):
             files[out / f"{name}.csv"] = tables.as_csv(table)
         files[out / f"{part}.md"] = "\n".join(map(tables.as_markdown, made))

@@ -9,10 +9,10 @@ model the error is that of the questions, where two tasks with the same question
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from freda.errors import FredaError, require
 from freda.eval.config import SweepConfig, SystemConfig
 from freda.eval.report.results import Compared, compared
+from freda.files import located, read_json
 from freda.sections import build
 
 FILE = "sweep.json"
@@ -89,18 +90,38 @@ WITHOUT_AXES = {  # files written before `axes` and `refines` were stored in the
 def read_sweep(path: Path) -> dict[str, Any]:
     """The content of a `sweep.json`, or of the folder that holds one; the points as `Point`."""
     path = path / FILE if path.is_dir() else path
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version = content["format"]
+    require(path.exists(), f"there is no {path}; make it with freda sweep CONFIG --out FOLDER")
+    with located(path.parent), told_if_damaged(path):
+        content = read_json(path)
+        version = content.get("format")
         require(version == FORMAT_VERSION, f"{path} has format {version}; this version reads {FORMAT_VERSION}")
         missing = [name for name in ("config", "systems", "tasks", "checksums", "stability") if name not in content]
         require(not missing, f"{path} has no {', '.join(missing)}; make it again with freda sweep")
-        content["points"] = [Point(**point | {"setting": Setting(**point["setting"])}) for point in content["points"]]
-    except FileNotFoundError:
-        raise FredaError(f"there is no {path}; make it with freda sweep CONFIG --out FOLDER") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FredaError(f"{path} is not the file of a sweep ({error}); make it again with freda sweep") from None
+        content["points"] = [_point(point) for point in content["points"]]
     return dict(content)
+
+
+@contextlib.contextmanager
+def told_if_damaged(path: Path) -> Iterator[None]:
+    """Say of a file whose values are of the wrong kind that it is damaged; --debug shows where it was noticed."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+        raise FredaError(f"{path} is not the file of a sweep ({error}); make it again with freda sweep") from error
+
+
+def _point(values: Mapping[str, Any]) -> Point:
+    """A point of the file; TypeError if a value is not of the kind that tables and figures count with."""
+    point = Point(**{**values, "setting": Setting(**values["setting"])})
+    numbers = [point.accuracy, point.standard_error, point.nfe, point.tpf, point.seconds, *point.setting]
+    if not all(isinstance(one, int | float) for one in (point.model, point.n, *numbers)):
+        raise TypeError(f"a point with {numbers}")
+    if not all(isinstance(one, str) for one in (point.system, point.task, point.right)) or set(point.right) - {
+        "0",
+        "1",
+    }:
+        raise TypeError(f"a point of {point.system!r:.40} on {point.task!r:.40}")
+    return point
 
 
 # -- which settings a part of a sweep measures -----------------------------------------------------------------------

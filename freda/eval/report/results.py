@@ -11,15 +11,19 @@ disagree. The interval is that of Agresti and Min (2005): the normal one of the 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from freda.errors import FredaError, require
+from freda.files import located, parse_json, read_text
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
+SAMPLE: dict[str, type] = {  # what is counted of an answer
+    **dict.fromkeys(("id", "group", "finish", "error", "output"), str),
+    **{"correct": bool, "also": dict, "tokens": int, "nfe": int, "seconds": float},
+}
 Z = 1.96  # 95% of a normal distribution
 
 
@@ -39,19 +43,30 @@ def read_samples(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]
     path = folder / SAMPLES
     if not path.is_file():
         raise FredaError(f"{folder} holds no {SAMPLES}; name the folder of one task that freda eval made")
-    first, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    with located(folder):
+        first, *lines = read_text(path, errors="replace").split("\n")
     head = _line(first)
     if "checksum" not in head:
         raise FredaError(f"{path} does not begin with what was asked ({first[:40]!r}); delete it, or choose another")
-    samples = [sample for sample in map(_line, lines[:-1]) if {"id", "correct"} <= sample.keys()]
+    samples = [sample for sample in map(_line, lines[:-1]) if _is_sample(sample)]
     return head, {sample["id"]: sample for sample in samples}
 
 
 def _line(text: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        found = json.loads(text)
+        found = parse_json(text)
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def _is_sample(values: dict[str, Any]) -> bool:
+    """Whether all that is counted or compared of an answer is there, as it was written."""
+    right = all(isinstance(values.get(name, kind()), kind) for name, kind in SAMPLE.items())
+    return (
+        right
+        and {"id", "correct"} <= values.keys()
+        and all(type(one) is bool for one in values.get("also", {}).values())
+    )
 
 
 def compare(first: Path, second: Path) -> Compared:
@@ -64,6 +79,7 @@ def compare(first: Path, second: Path) -> Compared:
         odd = f"{folder} has {len(found)} of {head.get('n')} answers"
         require(0 < len(found) == head.get("n"), f"{odd}; run the same freda eval again to finish it")
     left, right = samples
+    require(left.keys() == right.keys(), f"{first} and {second} have answers to other questions; one is damaged")
     return compared([(left[name]["correct"], right[name]["correct"]) for name in left])
 
 

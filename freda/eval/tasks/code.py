@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from freda.errors import require
-from freda.eval.tasks.sandbox import Verdict, run_many
-from freda.eval.tasks.task import Example, GradeAll, Graded, Task, json_rows
+from freda.eval.sandbox.run import Job, Verdict, check_ready, free_names, run_many
+from freda.eval.tasks.task import Example, Graded, Task, json_rows
 
 FUNCTION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # what follows the body of a function
 MOST_KNOWN = 100_000  # verdicts kept, a few kilobytes each
@@ -26,16 +26,14 @@ EXEMPLARS, QUESTIONS = (2, 3, 4), range(11, 511)  # of MBPP
 FUNCTION_FIELDS = ("task_id", "prompt", "canonical_solution", "entry_point")
 PLUS_FIELDS = (*FUNCTION_FIELDS, "base_input", "plus_input", "atol")
 MBPP_FIELDS = ("task_id", "text", "code", "test_list", "test_setup_code")
-_KNOWN: dict[tuple[str, str], Verdict] = {}
+_KNOWN: dict[Job, Verdict] = {}
 
-# The tests of HumanEval+, as in evalplus: the reference computes what is expected (in a namespace of its own), and
-# floats may differ by atol, or by 1e-6 where the row says 0. Builtins come from the module, since the program may use
-# their names for its own; inputs are parsed twice, since functions change them. One zero of a polynomial is as good as
-# another, so find_zero is tested by its residual, which must be at most atol.
+# The tests of HumanEval+, as in evalplus: the reference computes what is expected, and floats may differ by atol, or by
+# 1e-6 where the row says 0. Inputs are parsed twice, since the reference may change them. One zero of a polynomial is
+# as good as another, so find_zero is tested by its residual, which must be at most atol.
 PLUS_TESTS = """
-def _freda_check(candidate, reference, inputs, entry_point, atol):
+def check(candidate, oracle, inputs, entry_point, atol):
     import json
-    from builtins import abs, all, dict, enumerate, exec, float, int, isinstance, len, list, tuple, type, zip
 
     def close(out, expected, allowed):
         if isinstance(expected, (list, tuple)):
@@ -54,13 +52,13 @@ def _freda_check(candidate, reference, inputs, entry_point, atol):
             return out == expected or close(out, expected, atol or 1e-6)
         return out == expected
 
-    oracle = dict(__name__="oracle")
-    exec(reference, oracle)
     wanted = [oracle[entry_point](*given) for given in json.loads(inputs)]
-    for number, (given, kept) in enumerate(zip(json.loads(inputs), json.loads(inputs))):
+    for number, given in enumerate(json.loads(inputs)):
         out = candidate(*given)
-        assert right(kept, out, wanted[number]), f"input {number}: {out!r:.80} is not {wanted[number]!r:.80}"
+        assert right(given, out, wanted[number]), f"input {number}: {out!r:.80} is not {wanted[number]!r:.80}"
 
+
+oracle = dict(__name__="oracle")
 """
 
 
@@ -89,47 +87,65 @@ def _mbpp_prompt(row: dict[str, Any]) -> str:
     )
 
 
-def executed(program_of: Callable[[Mapping[str, Any], str], tuple[str, str]]) -> GradeAll:
-    """A `Task.grade_all` that runs in the sandbox what `program_of` makes of a row and a completion: program, tests."""
+@dataclass(frozen=True)
+class Executed:
+    """A `Task.grade_all` that runs in the sandbox what `job_of` makes of a row and a completion."""
 
-    def grade_all(examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
-        verdicts = _verdicts([program_of(example.row, text) for example, text in zip(examples, texts, strict=True)])
+    job_of: Callable[[Mapping[str, Any], str], Job]
+    isolated: bool = True
+
+    def __call__(self, examples: Sequence[Example], texts: Sequence[str]) -> list[Graded]:
+        """The verdicts on all texts."""
+        jobs = [self.job_of(example.row, text) for example, text in zip(examples, texts, strict=True)]
+        verdicts = _verdicts(jobs, self.isolated)
         return [Graded(verdict.passed, verdict.reason, text) for verdict, text in zip(verdicts, texts, strict=True)]
 
-    return grade_all
+
+def without_isolation(task: Task) -> Task:
+    """A task that runs programs also where the kernel does not isolate them; other tasks as they are."""
+    if not isinstance(task.grade_all, Executed):
+        return task
+    ready = functools.partial(check_ready, isolated=False)
+    return replace(task, grade_all=replace(task.grade_all, isolated=False), check_ready=ready)
 
 
-def _verdicts(programs: Sequence[tuple[str, str]]) -> list[Verdict]:
+def _verdicts(jobs: Sequence[Job], isolated: bool) -> list[Verdict]:
     """Run every program once in this process: the settings of a sweep ask the same question a hundred times, and most
     answers are the same. Verdicts that depend on the clock are not kept."""
-    new = [program for program in dict.fromkeys(programs) if program not in _KNOWN]
-    found = dict(zip(new, run_many(new), strict=True)) | {job: _KNOWN[job] for job in programs if job in _KNOWN}
+    new = [job for job in dict.fromkeys(jobs) if job not in _KNOWN]
+    found = dict(zip(new, run_many(new, isolated=isolated), strict=True))
+    found |= {job: _KNOWN[job] for job in jobs if job in _KNOWN}
     if len(_KNOWN) + len(new) > MOST_KNOWN:
         _KNOWN.clear()
     _KNOWN.update((job, found[job]) for job in new if not found[job].reason.startswith("time out"))
-    return [found[job] for job in programs]
+    return [found[job] for job in jobs]
 
 
-def humaneval_program(row: Mapping[str, Any], completion: str) -> tuple[str, str]:
-    """Prompt and completion; the row's test, called on the function in question."""
-    return row["prompt"] + completion, f"{row['test']}\ncheck({row['entry_point']})\n"
+def humaneval_job(row: Mapping[str, Any], completion: str) -> Job:
+    """Prompt and completion; the row's test, called on the function in question. Other functions that the test uses, as
+    encode_shift, are the prompt's own, so the reference brings them."""
+    name, tests = row["entry_point"], f"{row['test']}\ncheck({row['entry_point']})\n"
+    more = set(free_names(tests)) - {name}
+    given = row["prompt"] + row["canonical_solution"] if more else ""
+    return Job(row["prompt"] + completion, tests, (name,), given)
 
 
-def humanevalplus_program(row: Mapping[str, Any], completion: str) -> tuple[str, str]:
+def humanevalplus_job(row: Mapping[str, Any], completion: str) -> Job:
     """Prompt and completion; a comparison with the reference on all inputs of the row."""
     inputs, name = json.dumps([*row["base_input"], *row["plus_input"]]), row["entry_point"]
     reference = row["prompt"] + row["canonical_solution"]
-    call = f"_freda_check({name}, {reference!r}, {inputs!r}, {name!r}, {row['atol']!r})\n"
-    return row["prompt"] + completion, PLUS_TESTS + call
+    call = f"exec({reference!r}, oracle)\ncheck({name}, oracle, {inputs!r}, {name!r}, {row['atol']!r})\n"
+    return Job(row["prompt"] + completion, PLUS_TESTS + call, (name,))
 
 
-def mbpp_program(row: Mapping[str, Any], completion: str) -> tuple[str, str]:
+def mbpp_job(row: Mapping[str, Any], completion: str) -> Job:
     """The completion, which is the whole program; the row's asserts.
 
     The set-up of rows 367 and 927, the only ones that have one, makes trees of the program's own class `Node`, so it
     comes after the program. Before it, as in other harnesses, these two references fail their own tests.
     """
-    return completion, "\n".join([row["test_setup_code"], *row["test_list"], ""])
+    tests = "\n".join([row["test_setup_code"], *row["test_list"], ""])
+    return Job(completion, tests, free_names(tests, row["code"]))  # row 126 asks for a function `sum`
 
 
 HUMANEVAL = Task(
@@ -140,14 +156,15 @@ HUMANEVAL = Task(
     stops=FUNCTION_STOPS,
     max_new_tokens=1024,
     load=functools.partial(load_functions, "humaneval/HumanEval.jsonl.gz", (*FUNCTION_FIELDS, "test")),
-    grade_all=executed(humaneval_program),
+    grade_all=Executed(humaneval_job),
+    check_ready=check_ready,
 )
 HUMANEVAL_PLUS = replace(
     HUMANEVAL,
     name="humaneval_plus",
     checksum="cfd6bda12614db7f",
     load=functools.partial(load_functions, "humanevalplus/HumanEvalPlus.jsonl.gz", PLUS_FIELDS),
-    grade_all=executed(humanevalplus_program),
+    grade_all=Executed(humanevalplus_job),
 )
 MBPP = Task(
     name="mbpp",
@@ -158,5 +175,6 @@ MBPP = Task(
     stops=("[DONE]", "\nYou are"),
     max_new_tokens=512,
     load=load_mbpp,
-    grade_all=executed(mbpp_program),
+    grade_all=Executed(mbpp_job),
+    check_ready=check_ready,
 )

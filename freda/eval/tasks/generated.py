@@ -37,7 +37,7 @@ def load_mini(kind: MiniKind, group: str, folder: Path, count: int) -> list[Exam
     for number, item in enumerate(questions_of(kind, _shards(folder), count)):
         row = {"prompt": item.prompt, "solution": item.solution}
         if item.entry_point:
-            row |= {"entry_point": item.entry_point, "test": tests_of(item)}
+            row |= {"canonical_solution": item.solution, "entry_point": item.entry_point, "test": tests_of(item)}
         examples.append(Example(f"{kind}/{number}", item.prompt, item.answer, row, group.format(item)))
     return examples
 

@@ -180,5 +180,5 @@ MATH500 = Task(
     load=load_math500,
     grade_all=grade_math500,
     reference=math500_reference,
-    check_installed=check_math_verify,
+    check_ready=check_math_verify,
 )

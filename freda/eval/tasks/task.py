@@ -16,9 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 from freda.data.files import File, open_file, told_if_cut_short
 from freda.errors import FredaError, require
-from freda.files import located, read_json
+from freda.files import located, parse_json, read_json
 
 TESTS = ("entry_point", "test", "base_input", "plus_input", "atol", "test_setup_code", "test_list")  # run on answers
+FIELDS: dict[str, Any] = {  # of published rows: what is no text
+    **dict.fromkeys(("base_input", "plus_input", "test_list"), list),
+    **{"task_id": str | int, "atol": int | float},
+}
 Kind = Literal["mathematics", "coding", "knowledge"]
 
 
@@ -59,11 +63,11 @@ class Task:
     shots: int = 0
     stops: tuple[str, ...] = ()  # texts that end an answer
     choices: tuple[str, ...] = ()  # answers to choose from by likelihood; empty if the answer is generated
-    check_installed: Callable[[], None] = lambda: None  # raises if a package that the grader needs is missing
+    check_ready: Callable[[], None] = lambda: None  # raises if what the grader needs is missing
 
     def examples(self, folder: Path, limit: int = 0, *, unpublished: bool = False) -> list[Example]:
         """The first `limit` questions in a folder, or all if it is 0; others than published only if `unpublished`."""
-        self.check_installed()
+        self.check_ready()
         examples = self.load(folder, self.rows)
         found = checksum(examples)
         odd = f"the questions of {self.name} are not the published ones (checksum {found[:16]}, not {self.checksum})"
@@ -109,12 +113,14 @@ def json_rows(path: Path, fields: Sequence[str], expected: int | None = None) ->
     with told_if_cut_short(found(path)), open_file(File(path)) as stream:
         for number, line in enumerate(stream, start=1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise FredaError(f"{path}:{number} is not JSON ({error}); get the file again") from None
             require(isinstance(row, dict), f"{path}:{number} is not an object ({line[:40]!r}); get the file again")
             missing = next((field for field in fields if row.get(field) is None), None)
             require(missing is None, f"{path}:{number} has no field {missing}; it has {', '.join(row)}")
+            odd = next((field for field in fields if not isinstance(row[field], FIELDS.get(field, str))), "")
+            require(not odd, f"{path}:{number} has {odd} {row.get(odd)!r:.60}, not as published; get the file again")
             rows.append(row)
     if expected is not None:
         check_rows(path, rows, expected)
