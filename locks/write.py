@@ -1,8 +1,9 @@
 """Write the lock files: every package that `make` installs, at one version, with the hashes of its published files.
 
-`constraints.txt` says which versions of what freda asks for directly; pip finds the rest. From the root of the repository,
-with the simple index that is to be asked for hashes: `python locks/write.py INDEX`. torch is in no lock: it is published in builds for CPUs and for several
-versions of CUDA, with libraries of its own, and `constraints.txt` fixes its version.
+From the root of the repository, with the simple index that is to be asked for hashes: `python locks/write.py INDEX`.
+`constraints.txt` says which versions of what freda asks for directly; pip finds the rest. torch is in no lock: it is
+published in builds for CPUs and for several versions of CUDA, with libraries of its own; `constraints.txt` fixes its
+version.
 """
 
 from __future__ import annotations
