@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import abc, deque
-from dataclasses import dataclass
+from collections import Counter, abc, deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from freda.decode.config import DecodeConfig
@@ -53,6 +53,7 @@ class Output:
     finish: str  # "stop", "length", "cancelled" or "error"
     seconds: float  # since it was submitted
     error: str = ""
+    accepted: dict[int, int] = field(default_factory=dict)  # forwards by how many of the tokens they made final
 
     @property
     def tpf(self) -> float:
@@ -78,7 +79,7 @@ class Pass(NamedTuple):
     prob: list[float]
     given: list[bool]
     committed: list[bool]
-    closed: bool
+    closed: int  # tokens that are final now: a prefix of the block, or none
     candidates: list[list[int]]  # the drafts that this pass has seen
     scores: list[float]  # of the candidates: ℓ + τ·s, without the noise
     winner: int
@@ -109,6 +110,7 @@ class Sequence:
         self.stored = 0  # how many of `clean` are in the cache
         self.new: list[int] = []
         self.nfe = 0
+        self.closes: Counter[int] = Counter()  # passes that closed a block, by how many new tokens it gave
         self.table: list[int] = []  # its pages
         self.keys: list[bytes] = []  # of the full pages of `clean`, as far as they were asked for
         self.row = -1  # of the device, while it is running
@@ -129,7 +131,7 @@ class Sequence:
         return self.clean[-1] if self.clean else 0
 
     def close_block(self, ids: list[int], stop_ids: abc.Set[int]) -> Event:
-        """Append a closed block; no ids mean that the model's probabilities are not finite."""
+        """Append the tokens of a block that has closed; none mean that the model's probabilities are not finite."""
         if not ids:
             return Event([], "error", DAMAGED)
         room = self.request.max_new_tokens - len(self.new)
@@ -139,17 +141,22 @@ class Sequence:
             new, finish = new[: 1 + next(place for place, token in enumerate(new) if token in stop_ids)], "stop"
         self.new += new
         self.tail = []
+        self.closes[len(new)] += 1
         if not finish:
             self.clean += ids
         if self._matcher is not None and self._matcher.feed(new):
             finish = finish or "stop"
         return Event(new, finish)
 
+    def made(self, event: Event, seconds: float) -> Output:
+        """The output of a request whose last event this is."""
+        waiting = Counter({0: self.nfe - self.closes.total()}) + self.closes  # forwards that closed nothing, if any
+        return Output(self.new, self.nfe, event.finish, seconds, event.error, dict(sorted(waiting.items())))
+
     def end(self, event: Event) -> None:
         """File the last event, then the output: a reader that sees the output has all events."""
         self.mail.append(event)
-        seconds = time.perf_counter() - self.begun
-        self.output = Output(self.new, self.nfe, event.finish, seconds, event.error)
+        self.output = self.made(event, time.perf_counter() - self.begun)
         if self._ended is not None:
             self._ended.append(self.index)
 
