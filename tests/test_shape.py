@@ -36,7 +36,7 @@ ROOMS = {"eval": ("report", "tasks"), "model": ("kernels",)}
 MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_NESTING = 450, 60, 6, 3
 
 # What is above a limit today. Numbers and lists may only get smaller; a test says which entries are to be deleted.
-MOST_PACKAGE_LINES = 19_315  # 18,696 before the shifted layout: geometry, AR loss, teacher, readings, oracle
+MOST_PACKAGE_LINES = 19_633  # 19,315 before verified decoding: the method 170, prefixes and checks 100, accepted 50
 MOST_METHOD_BRANCHES = 0
 MANY_PARAMETERS = {
     "cli/bench.py:bench_decode": 18,  # its options

@@ -99,8 +99,8 @@ class Places:
         self.texts: list[Text | None] = [None] * self.count
         self.flights: deque[Flight] = deque()
         self.passes, self.waited = 0, 0.0  # started so far; seconds spent waiting for reports
-        # One row more than there are places: what fills up a group of records is written there.
         self._least = 1 if self.geometry.checked else self.block  # tokens that a pass closes, if it closes any
+        # One row more than there are places: what fills up a group of records is written there.
         self._held = new_held(self.count + 1, self.table_pages, parts, self.block, stop_ids)
         self.ahead = backend.graphs  # are reports read after the next pass has started?
         self._pool = torch.cuda.graph_pool_handle() if self.ahead and parts.device.type == "cuda" else None
@@ -292,8 +292,7 @@ class Places:
         rides = [size for before, size in itertools.pairwise((0, *RIDES)) if before < most]
         for size in sorted({self._padded(size, rides=False) for size in range(1, most + 1)}, reverse=True):
             self._fill_of(self._staged([], size))
-        drafts = {1, limits.width} if self.slots else {0}
-        drafts = {limits.width} if self.geometry.checked else drafts
+        drafts = {limits.width} if self.geometry.checked else {1, limits.width} if self.slots else {0}
         tops = range(1, self.count + 1)
         forms = {(self._bucket(top, 1 + count), 1 + count) for count in drafts for top in tops}
         for (rows, blocks), prompts in itertools.product(sorted(forms), (0, *rides)):
@@ -356,7 +355,7 @@ class Places:
         spread = (self._early * (1 - self._early) * may) ** 0.5  # the standard deviation of how many close early
         commits += math.ceil(self._early * may + 2 * spread)
         needed = int(commits) + (int(drafts.sum()) if self.slots else 0)
-        if self.geometry.checked:
+        if self.geometry.checked:  # drafts go on when a block closes, and each is text beside its candidates
             blocks = 1 + limits.width
             needed = int(live.sum()) * blocks
         if not self.ahead:  # nothing is under way, and nothing a guess

@@ -48,7 +48,7 @@ def stop_strings(stop: object) -> tuple[str, ...]:
 class Output:
     """What became of a request."""
 
-    tokens: list[int]  # new tokens, up to and including the stop token
+    tokens: list[int]  # new tokens, up to and including the stop token, or the last of a stop string
     nfe: int  # forwards that chose or committed tokens of this request
     finish: str  # "stop", "length", "cancelled" or "error"
     seconds: float  # since it was submitted
@@ -59,6 +59,14 @@ class Output:
     def tpf(self) -> float:
         """Tokens per forward."""
         return len(self.tokens) / max(1, self.nfe)
+
+
+def accepted_in(several: abc.Iterable[abc.Mapping[Any, int]]) -> dict[str, int]:
+    """Forwards of several outputs by how many tokens they made final, as files have them."""
+    summed: Counter[int] = Counter()
+    for accepted in several:
+        summed.update({int(tokens): forwards for tokens, forwards in accepted.items()})
+    return {str(tokens): summed[tokens] for tokens in sorted(summed)}
 
 
 class Event(NamedTuple):
@@ -139,14 +147,23 @@ class Sequence:
         finish = "length" if len(new) == room else ""
         if not stop_ids.isdisjoint(new):
             new, finish = new[: 1 + next(place for place, token in enumerate(new) if token in stop_ids)], "stop"
+        if self._matcher is not None and self._matcher.feed(new):
+            count = self._up_to_stop(new)
+            finish = "stop" if count < len(new) else finish or "stop"
+            new = new[:count]
         self.new += new
         self.tail = []
         self.closes[len(new)] += 1
         if not finish:
             self.clean += ids
-        if self._matcher is not None and self._matcher.feed(new):
-            finish = finish or "stop"
         return Event(new, finish)
+
+    def _up_to_stop(self, new: list[int]) -> int:
+        """How many of these tokens it takes to complete a stop string."""
+        assert self._matcher is not None
+        again = self._matcher.fresh()
+        again.feed(self.new)
+        return next((count for count, token in enumerate(new, 1) if again.feed([token])), len(new))
 
     def made(self, event: Event, seconds: float) -> Output:
         """The output of a request whose last event this is."""
@@ -184,6 +201,10 @@ class StopMatcher:
         self._taken = 0  # characters that `take` has returned
         self._window: list[int] = []  # the newest tokens of `_text`, and all tokens of `_rest`
         self._known = 0  # how many of them are in `_text`
+
+    def fresh(self) -> StopMatcher:
+        """Another for the same stop strings, which has seen no token."""
+        return StopMatcher(self._decode, self._stops)
 
     def feed(self, tokens: abc.Sequence[int]) -> bool:
         """Take new tokens; returns whether a stop string has appeared."""

@@ -55,6 +55,7 @@ class Verified(Refining):
     tokens are text after a pass at most, and the last of them is chosen, not drafted."""
 
     axes: ClassVar[tuple[str, ...]] = ()  # it writes the same text with any settings
+    refines: ClassVar[bool] = False  # and no token of it is ever changed
     trains: ClassVar[bool] = False
 
     name: str = field(default="verified", init=False)
@@ -74,7 +75,7 @@ class Verified(Refining):
     @property
     def geometry(self) -> Geometry:
         """The shifted layout, whose drafts are checked."""
-        return super().geometry._replace(checked=True)
+        return Geometry(self.block_size, shift=1, causal=True, checked=True)
 
     def loss(self, parts: Parts, batch: Batch, step: Step) -> Tensor:
         """There is nothing to train."""
