@@ -1,4 +1,5 @@
-"""Draws docs/images/masks.svg and layouts.svg from the very functions that the model uses: python docs/draw_masks.py
+"""Draws masks.svg, layouts.svg and verified.svg in docs/images from the functions that decoding and training use:
+python docs/draw_masks.py
 
 Rows are queries, columns keys, as in the paper's figure attn-mask-design. A test checks that the pictures are current.
 """
@@ -9,7 +10,11 @@ from pathlib import Path
 
 import torch
 
+from freda.decode.config import DecodeConfig
+from freda.methods.draft import start
 from freda.methods.geometry import Geometry
+from freda.methods.state import DecodeState, new_state
+from freda.methods.verified import Verified
 from freda.model import attention
 from freda.model.attention import CLEAN, Tokens
 
@@ -58,6 +63,68 @@ def layouts() -> list[Panel]:
     return found
 
 
+BLANK, KNOWN = 9, 0  # ids of a draft whose tokens are called d1, d2, d3
+STORED = 5  # tokens of the text before the known one
+
+
+def checked_draft() -> DecodeState:
+    """A request in the middle of its text, whose draft is about to be checked."""
+    blank = torch.full((1, 4), BLANK)
+    draft = start(blank, torch.zeros(1, 4, dtype=torch.bool), BLANK)
+    draft = draft._replace(ids=torch.tensor([[1, 2, 3, BLANK]]), prob=torch.tensor([[0.9, 0.8, 0.7, 0.0]]))
+    known, stops = torch.tensor([KNOWN]), torch.tensor([], dtype=torch.int64)
+    return new_state([DecodeConfig()], draft, known + STORED + 1, known, stops)
+
+
+def verified() -> tuple[list[list[tuple[int, str, float]]], Panel]:
+    """What every row of a verified step shows, as (place, label, α), and its mask."""
+    state, rule = checked_draft(), Verified()
+    found = rule.candidates(state, rule.limits([]))
+    text, _ = rule.geometry.shown(state.known, state.draft.ids, state.draft.prob)
+    shown, alpha = state.shown(rule.geometry, found)
+    names = {KNOWN: "x", BLANK: "░", 1: "d1", 2: "d2", 3: "d3"}
+    rows = [[(place, names[token], 1.0) for place, token in enumerate(text[0].tolist())]]
+    for first, ids, weights in zip(found.ahead[0].tolist(), shown[0].tolist(), alpha[0].tolist(), strict=True):
+        rows.append([(first + at, names[one], a) for at, (one, a) in enumerate(zip(ids, weights, strict=True))])
+    position = torch.arange(STORED + 4)[None]
+    tokens = [attention.clean_tokens(torch.zeros_like(position), position, rule.geometry.context)]
+    for number, first in enumerate(found.ahead[0].tolist()):
+        slots = torch.full((1, 4), STORED + first)
+        tokens.append(attention.draft_tokens(torch.zeros_like(slots), slots, torch.full_like(slots, number)))
+    order = f"[ {STORED} stored | 4 text | 4 candidates of 4 slots ]"
+    return rows, ("Who sees whom", order, attention.concat(*tokens))
+
+
+def step_panel(rows: list[list[tuple[int, str, float]]], left: int) -> tuple[list[str], int]:
+    """What the rows of a step show, by position: text dark, shown tokens as strong as their α."""
+    wide, high = 40, 26
+    out = [
+        f'<text x="{left}" y="{TOP - 26}" font-weight="bold">One verified step, B = 4</text>',
+        f'<text x="{left}" y="{TOP - 10}" fill="#666">what every row shows, by position</text>',
+    ]
+    for number, row in enumerate(rows):
+        y, name = TOP + number * high, "text" if number == 0 else f"candidate {number - 1}"
+        out.append(f'<text x="{left}" y="{y + 17}">{name}</text>')
+        for place, label, weight in row:
+            x, colour = left + 96 + place * wide, INK["clean"] if number == 0 else INK["draft"]
+            cell = f'x="{x}" y="{y}" width="{wide - 2}" height="{high - 2}"'
+            out.append(f'<rect {cell} fill="{colour}" fill-opacity="{0.12 + 0.6 * weight:.2f}"/>')
+            out.append(f'<text x="{x + wide // 2 - 1}" y="{y + 17}" text-anchor="middle">{label}</text>')
+    for place in range(7):
+        x = left + 96 + place * wide + wide // 2 - 1
+        label = "s" if place == 0 else f"s+{place}"
+        out.append(f'<text x="{x}" y="{TOP + 5 * high + 14}" text-anchor="middle" fill="#666">{label}</text>')
+    return out, 96 + 7 * wide
+
+
+def draw_step() -> str:
+    """The picture of a verified step."""
+    rows, mask = verified()
+    elements, width = step_panel(rows, LEFT)
+    drawn, more = panel(*mask, LEFT + width + GAP)
+    return page([*elements, *drawn], LEFT + width + GAP + more + LEFT, TOP + mask[2].document.shape[1] * CELL)
+
+
 def kind(tokens: Tokens, query: int, key: int) -> str:
     """Which colour a cell has."""
     if tokens.stream[0, query] == CLEAN:
@@ -95,21 +162,27 @@ def draw(panels: list[Panel]) -> str:
         elements += drawn
         left += width + GAP
         height = max(height, TOP + tokens.document.shape[1] * CELL)
+    return page(elements, left, height)
+
+
+def page(elements: list[str], width: int, height: int) -> str:
+    """Elements on white, above a legend."""
     legend = [("clean", "clean sees clean"), ("draft", "draft sees its own block"), ("prefix", "draft sees prefix")]
     for index, (name, text) in enumerate(legend):
         x = LEFT + index * 200
         elements.append(f'<rect x="{x}" y="{height + 20}" width="12" height="12" fill="{INK[name]}"/>')
         elements.append(f'<text x="{x + 18}" y="{height + 31}">{text}</text>')
-    size = f'width="{left}" height="{height + 50}" viewBox="0 0 {left} {height + 50}"'
+    size = f'width="{width}" height="{height + 50}" viewBox="0 0 {width} {height + 50}"'
     style = 'font-family="sans-serif" font-size="13"'
     body = "\n".join(elements)
-    page = '<rect width="100%" height="100%" fill="white"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{page}\n{body}\n</svg>\n'
+    white = '<rect width="100%" height="100%" fill="white"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{white}\n{body}\n</svg>\n'
 
 
 def pictures() -> dict[Path, str]:
-    """Both pictures by their paths."""
-    return {IMAGES / "masks.svg": draw(masks()), IMAGES / "layouts.svg": draw(layouts())}
+    """All pictures by their paths."""
+    drawn = {"masks": draw(masks()), "layouts": draw(layouts()), "verified": draw_step()}
+    return {IMAGES / f"{name}.svg": picture for name, picture in drawn.items()}
 
 
 if __name__ == "__main__":

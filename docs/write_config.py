@@ -26,6 +26,9 @@ def reference() -> str:
     lines = [HEAD, "", "# `freda train`", *reference_lines(RunConfig)]
     lines += ["", "# `freda generate`, `chat`, `eval`", "", "Options on the command line, keyword arguments in Python."]
     lines += ["", "## A request", *key_lines(DecodeConfig)]
+    for name, kind in METHODS.items():
+        if not kind.trains:  # what is stored belongs to the model
+            lines += ["", f"## `--method {name}:KEY=VALUE,...`", *key_lines(kind, stored=False)]
     lines += ["", "## The engine: keyword arguments of `freda.load`", *key_lines(EngineConfig)]
     lines += ["", "# `freda prepare`", *reference_lines(PrepareFile)]
     lines += ["", "# `freda sweep`", *reference_lines(SweepFile)]
@@ -37,16 +40,18 @@ def reference_lines(kind: type) -> list[str]:
     lines = []
     for name, hint in typing.get_type_hints(kind).items():
         section = typing.get_args(hint)[1] if name in NAMED else hint
-        for title, one in METHODS.items() if section is Method else [("", section)]:
+        methods = [(name, kind) for name, kind in METHODS.items() if kind.trains]
+        for title, one in methods if section is Method else [("", section)]:
             named = f'`[method]` with `name = "{title}"`: ' if title else ""
             lines += ["", f"## {named}{(one.__doc__ or '').strip()}", *key_lines(one)]
     return lines
 
 
-def key_lines(section: type) -> list[str]:
-    """A table in Markdown of the keys of one section."""
+def key_lines(section: type, *, stored: bool = True) -> list[str]:
+    """A table in Markdown of the keys of one section, with or without those that model folders store."""
     lines = ["", "| key | default | meaning |", "|---|---|---|"]
-    for field in (field for field in dataclasses.fields(section) if field.init):
+    shown = [field for field in dataclasses.fields(section) if field.init]
+    for field in (field for field in shown if stored or not field.metadata.get("stored")):
         default = "none" if field.default is None else toml_value(field.default)
         lines.append(f"| `{field.name}` | `{default}` | {field.metadata['help']} |")
     return lines

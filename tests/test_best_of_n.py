@@ -244,7 +244,7 @@ def test_the_gumbel_choice_has_the_frequencies_of_the_softmax() -> None:
     proposals = torch.tensor([[0.0, -0.4, -1.5, 0.0]]).expand(count, -1)
     valid = torch.tensor([[True, True, True, False]]).expand(count, -1)
     blank = torch.zeros(count, 4, 1, dtype=torch.int64)
-    candidates = Candidates(blank, blank.float(), proposals, valid)
+    candidates = Candidates(blank, blank.float(), proposals, valid, blank[..., 0])
     full = torch.full((count,), 4)
     search = Search(
         full,

@@ -65,7 +65,7 @@ def test_chance_belongs_to_seed_and_pass() -> None:
     count = 400
     valid = torch.ones(count, 4, dtype=torch.bool)
     blank = torch.zeros(count, 4, 1, dtype=torch.int64)
-    even = Candidates(blank, blank.float(), torch.zeros(count, 4), valid)
+    even = Candidates(blank, blank.float(), torch.zeros(count, 4), valid, blank[..., 0])
     full, yes = torch.full((count,), 4), torch.ones(count, dtype=torch.bool)
 
     def winners(seed: int, number: int, *, gumbel: bool = True, sampled: bool = False) -> Tensor:

@@ -167,7 +167,7 @@ def drawn(count: int, width: int, has_prefix: bool = False, passes: int = 1) -> 
 
 def test_drawn_candidates_are_distinct_and_know_how_often_they_were_drawn() -> None:
     found, share = drawn(400, 5)
-    for ids, alpha, weight, valid in zip(*(part.tolist() for part in found), strict=True):
+    for ids, alpha, weight, valid in zip(*(part.tolist() for part in found[:4]), strict=True):
         real = [tuple(text) for text, ok in zip(ids, valid, strict=True) if ok]
         assert len(set(real)) == len(real) and valid == sorted(valid, reverse=True)
         assert round(sum(math.exp(w) for w, ok in zip(weight, valid, strict=True) if ok)) == 5

@@ -29,7 +29,7 @@ def test_the_config_page_is_current() -> None:
 
 def test_the_mask_pictures_are_current() -> None:
     pictures = runpy.run_path(str(ROOT / "docs" / "draw_masks.py"))["pictures"]()
-    assert len(pictures) == 2
+    assert len(pictures) == 3
     for path, picture in pictures.items():
         assert path.read_text(encoding="utf-8") == picture, "run: make format"
 

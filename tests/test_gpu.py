@@ -94,7 +94,7 @@ def test_flex_equals_sdpa_for_packed_slots() -> None:
         assert error < 5e-3, f"{key}: {error}"
 
 
-@pytest.mark.parametrize("name", [*ALL, *(f"{name}:layout=shifted" for name in ALL[1:])])
+@pytest.mark.parametrize("name", [*ALL, *(f"{name}:layout=shifted" for name in ALL[1:]), "verified"])
 def test_generation_equals_the_cpu(name: str) -> None:
     parts = model_for(name)
     generator = torch.Generator().manual_seed(3)

@@ -224,12 +224,13 @@ def test_ten_thousand_random_submits_and_cancels_leave_all_pages_free(backend: A
 
     def pass_of(decoder: object, held: Any, kind: Any, pieces: object) -> Any:
         """Passes that close blocks by chance; some are damaged."""
-        rows, numbers = kind[0].rows, 5 + 3 * 4 + 2 + 1 + 4
+        rows, numbers = kind[0].rows, 6 + 3 * 4 + 2 + 1 + 4
 
         def run() -> torch.Tensor:
             report = torch.zeros(rows, numbers, dtype=torch.int32)
             report[:, 0], report[:, 4] = held.real, 1
-            report[:, 1] = torch.tensor([rng.random() < 0.5 for _ in range(rows)])
+            report[:, 1] = torch.tensor([4 * (rng.random() < 0.5) for _ in range(rows)])
+            report[:, 5] = report[:, 1] == 0
             report[:, 2] = torch.tensor([rng.random() > 0.01 for _ in range(rows)])
             return report
 

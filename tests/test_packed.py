@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from freda.decode.pages import PIECE_TILE, BlockTable, ForwardShape, Pages, Pieces
+from freda.decode.pages import PIECE_TILE, BlockPlaces, BlockTable, ForwardShape, Pages, Pieces
 from freda.decode.plain import PlainModel
 from freda.folders import tensors
 from freda.methods.draft import Prediction, Sampling, predict
@@ -35,6 +35,7 @@ class Case(NamedTuple):
     absent: tuple[tuple[int, int], ...] = ()  # (request, block) that are not in a packed forward
     few: bool = True  # the products are those of few tokens
     causal: bool = False  # committed text, as in the shifted layout
+    ahead: tuple[int, ...] = ()  # tokens of the block of text that each draft stands behind; by default all
 
     @property
     def shape(self) -> ForwardShape:
@@ -69,6 +70,8 @@ CASES = [
     Case(FOUR, 2, 2, [6, 12, 30], [0, 2, 2], packed=5, few=False),
     Case(FOUR, 4, 3, [21, 7], [4, 0], causal=True),  # texts of any length
     Case({}, 4, 2, [0, 33, 18], [4, 4, 0], packed=5, few=False, causal=True),
+    Case(FOUR, 4, 5, [21, 0], [4, 4], causal=True, ahead=(0, 1, 2, 3)),  # a draft that is checked, and its candidates
+    Case({}, 4, 3, [17, 9, 30], [4, 4, 4], packed=8, absent=((1, 2),), causal=True, ahead=(3, 1)),
 ]
 WIDE = {"dim": 256, "heads": 8, "kv_heads": 2, "head_dim": 128, "ffn_dim": 640}
 EVERY = [
@@ -76,7 +79,7 @@ EVERY = [
     # On a GPU, one request in one launch:
     Case(WIDE, 4, 2, [200], [4]),
     Case({"heads": 8, "kv_heads": 8, "dim": 512, "ffn_dim": 1536}, 4, 2, [2500], [0]),  # more than warps take at once
-    Case({**WIDE, "qk_norm": False, "qkv_bias": True}, 2, 3, [37], [2], causal=True),
+    Case({**WIDE, "qk_norm": False, "qkv_bias": True}, 2, 3, [37], [2], causal=True, ahead=(0, 1)),
 ]
 PLAIN = (
     0,
@@ -163,6 +166,11 @@ def compare(
     texts = BlockTable(
         *(torch.as_tensor(part, dtype=torch.int32, device=device) for part in (table, case.stored, case.pending))
     )
+    behind = texts.pending[:, None].repeat(1, shape.blocks)
+    behind[:, 0] = 0
+    if case.ahead:
+        behind[:, 1:] = torch.tensor(case.ahead)
+    blocks = BlockPlaces(where, behind)
     ids = torch.randint(0, model.blank_id, (shape.packed, shape.block), generator=generator).to(device)
     alpha = torch.rand(shape.packed, shape.block, generator=generator).to(device)
     alpha[where[:, 0][where[:, 0] >= 0].long()] = 1
@@ -180,7 +188,7 @@ def compare(
             patch.object(pick, "IDS_AT_ONCE", 64 if number % 2 else pick.IDS_AT_ONCE),
         ):
             buffers = backend.buffers(shape, long=number == 6)
-            backend.run((ids.flatten(), alpha.flatten()), where, texts, shape, buffers)  # type: ignore[arg-type]
+            backend.run((ids.flatten(), alpha.flatten()), blocks, texts, shape, buffers)  # type: ignore[arg-type]
             hidden = backend.hidden(buffers)[tokens]  # type: ignore[arg-type]
             drawn = () if number in GREEDY else (sampling(len(tokens), device), tokens)
             logits = backend.logits(tokens, buffers)  # type: ignore[arg-type]
@@ -249,7 +257,8 @@ def compare_fill(device: str, dtype: torch.dtype, *, causal: bool = False, **siz
             pages.storage.zero_()
             backend = kind(model, pages)
             buffers = backend.buffers(rides, long=False)
-            backend.run(given, where, texts, rides, buffers, pieces)  # type: ignore[arg-type]
+            blocks = BlockPlaces(where, torch.zeros_like(where))
+            backend.run(given, blocks, texts, rides, buffers, pieces)  # type: ignore[arg-type]
             found.append(backend.hidden(buffers)[:12])  # type: ignore[arg-type]
     return max(alone, stored_error(storage), error(*found[::-1]))
 
@@ -321,7 +330,7 @@ def check_interpreted() -> None:
     assert compare_fill("cpu", torch.float32, causal=True) < 1e-5
     cases: list[tuple[int, dict[str, bool]]] = [(case, {}) for case in range(len(CASES))]
     cases += [(0, {"int8": True})]  # the rest on a GPU
-    cases += [(case, {"whole": True}) for case in (3, 4, 5, 9, 11)]
+    cases += [(case, {"whole": True}) for case in (3, 4, 5, 9, 11, 13)]
     every = [compare(case, "cpu", torch.float32, **way) for case, way in cases]
     every += [compare_samples(kind, "cpu", dtype) for kind, dtype in SAMPLES]
     for found in every:
@@ -363,9 +372,10 @@ def test_one_launch_is_used_and_gives_the_same_numbers_each_time() -> None:
     numbers = (torch.arange(32)[None], case.stored, case.pending)
     texts = BlockTable(*(torch.as_tensor(part, dtype=torch.int32, device="cuda") for part in numbers))
     ids, alpha = torch.arange(8, device="cuda"), torch.ones(8, device="cuda")
+    blocks = BlockPlaces(*torch.tensor([[[0, 1]], [[0, 4]]], dtype=torch.int32, device="cuda"))
     seen = []
     for _ in range(50):
-        backend.run((ids, alpha), torch.zeros(1, 2), texts, case.shape, buffers)
+        backend.run((ids, alpha), blocks, texts, case.shape, buffers)
         seen.append(backend.hidden(buffers))
     assert all(torch.equal(one, seen[0]) for one in seen)
 

@@ -180,7 +180,7 @@ def test_it_is_decoded_by_its_own_rule(loaded: LoadedModel, reveal: int, passes:
     assert len(output.tokens) == 12 and output.nfe == 3 * passes
     for step in seen:
         count = min(4, reveal * step.number)
-        assert step.committed == [True] * count + [False] * (4 - count) and step.closed == (count == 4)
+        assert step.committed == [True] * count + [False] * (4 - count) and step.closed == 4 * (count == 4)
 
 
 def test_batch_cache_and_fused_commit_change_nothing(loaded: LoadedModel) -> None:

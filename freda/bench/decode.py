@@ -23,7 +23,7 @@ from freda.data.tokenizer import Tokenizer
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
-from freda.decode.request import Request
+from freda.decode.request import Request, accepted_in
 from freda.errors import note
 from freda.folders.model_folder import LoadedModel, load_model
 from freda.methods import method_like, method_named
@@ -48,11 +48,6 @@ class Case:
     passes: int  # most for a block
     threshold: float  # above 1: all passes are made
     method: str  # as `method_like` reads it
-
-    @property
-    def rule(self) -> str:
-        """The method's name."""
-        return self.method.partition(":")[0]
 
 
 class Limits(NamedTuple):
@@ -152,7 +147,7 @@ def random_requests(
 ) -> list[Request]:
     """Requests with different prompts, so that no pages are shared; also with different `lengths`."""
     generator, top = torch.Generator().manual_seed(seed), loaded.backbone.blank_id
-    rules = Request(prompt=(), passes=case.passes, threshold=case.threshold, method=case.rule)
+    rules = Request(prompt=(), passes=case.passes, threshold=case.threshold, method=case.method)
     requests = []
     for number, (prompt, answer) in enumerate(lengths or [(case.context, case.new_tokens)] * case.batch):
         ids = torch.randint(0, top, (prompt,), generator=generator).tolist()
@@ -193,6 +188,7 @@ def _measured(
         **_of_passes(loaded, engine.passes - before, tokens, ended - prefilled, limits, int8=int8),
         **_of_prefill(loaded, case, prefilled - begun, limits),
         **_end_of_row(loaded, tokens, nfe, ended - begun),
+        "accepted": accepted_in(output.accepted for output in outputs),
     }
     return {**row, "kernels": _kernels(engine, case)} if profile else row
 
@@ -280,7 +276,7 @@ def _one_by_one(loaded: LoadedModel, case: Case) -> dict[str, Any]:
     """A row of the reference loop with its cache, one request at a time."""
     forget(loaded)
     row = _start_of_row(f"reference loop one by one, {case.method}", case)
-    requests, method = random_requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.rule, loaded.method)
+    requests, method = random_requests(loaded, case)[:MOST_ONE_BY_ONE], method_named(case.method, loaded.method)
     begun = now(loaded.parts.device)
     made = [generate(loaded.parts, method, [request], stop_ids=loaded.tokenizer.stop_ids)[0] for request in requests]
     seconds = now(loaded.parts.device) - begun

@@ -33,7 +33,7 @@ NO_MEMORY = re.compile("allocate memory|out of memory|bad allocation|Storage siz
 ModelPath = Annotated[Path, Argument(help="A model folder, a run folder, or the name of a bundled model.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, Option(help="Precision of the weights: float32, bfloat16, float16, or auto: bfloat16 on a GPU.")]
-Method = Annotated[str | None, Option(help="Decode with another method than the model's own; a wrong name lists them.")]
+Method = Annotated[str | None, Option(help="How to decode: NAME, or NAME:KEY=VALUE,...; a wrong name lists them.")]
 Stop = Annotated[list[str], Option(help="A string that ends the answer; may be repeated.")]
 Settings = Annotated[list[str], Option("--set", metavar="SECTION.KEY=VALUE", help="Override one config value.")]
 

@@ -35,7 +35,7 @@ def generate(
     dtype: Dtype = "auto",
 ) -> None:
     """Continue a text."""
-    from freda.decode.api import Model, open_model
+    from freda.decode.api import Model, named_or_default, open_model
     from freda.decode.request import Request
     from freda.decode.show import LiveDrafts
 
@@ -44,17 +44,17 @@ def generate(
     if not _is_model(model) and _is_model(Path(text)):
         raise FredaError(f"there is no model {model}, but {text} is one; name the model first, then the prompt")
     loaded = open_model(model, device, dtype, method)
-    ids = loaded.tokenizer.encode(text)
+    ids, method = loaded.tokenizer.encode(text), named_or_default(method, loaded)
     request = Request(prompt=ids, **asdict(decode), method=method, stop=tuple(stop), watch=show_drafts)
     size = EngineConfig(max_batch=1, max_length=len(ids) + decode.max_new_tokens, on_device=not reference)
     opened = Model(loaded, size)
     run = opened.reference if reference else opened.complete
     with LiveDrafts(ids, loaded.tokenizer, pause=pause, keep=True) if show_drafts else nullcontext() as live:
         found = run(request, live)
-    method = method or loaded.method.name
     if as_json:
         rounded = {"tpf": round(found.tpf, 4), "seconds": round(found.seconds, 4)}
-        numbers = {"tokens": found.tokens, "nfe": found.nfe, **rounded, "finish": found.finish}
+        numbers = {"tokens": found.tokens, "nfe": found.nfe, **rounded, "accepted": found.accepted}
+        numbers |= {"finish": found.finish}
         answer = {"text": found.text, **numbers, "method": method, "settings": asdict(decode)}
         print(json.dumps(answer, ensure_ascii=False))
         return
@@ -99,11 +99,12 @@ def chat(
     dtype: Dtype = "auto",
 ) -> None:
     """Ask a model questions and watch it refine its answers."""
-    from freda.decode.api import Model, open_model
+    from freda.decode.api import Model, named_or_default, open_model
     from freda.decode.chat import Chat, messages, reader, talk
 
-    opened = Model(open_model(model, device, dtype, method), EngineConfig(max_batch=1), name=str(model))
-    conversation = Chat(opened, decode, method=method, raw=raw, system=system)
+    loaded = open_model(model, device, dtype, method)
+    opened = Model(loaded, EngineConfig(max_batch=1), name=str(model))
+    conversation = Chat(opened, decode, method=named_or_default(method, loaded), raw=raw, system=system)
     if sys.stdin.isatty():
         note(f"{model}: ask; /help says what else there is{conversation.suggestions()}")
     shown = sys.stdout.isatty() if drafts is None else drafts

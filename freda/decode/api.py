@@ -24,7 +24,7 @@ from freda.decode.handle import Handle
 from freda.decode.request import Output, Pass, Request, StopMatcher, Watch, cut_at_stop
 from freda.errors import FredaError, note, require
 from freda.folders.model_folder import LoadedModel, load_model
-from freda.methods import method_named
+from freda.methods import default_method, method_named
 from freda.model.parts import pick_device, pick_dtype
 
 
@@ -50,7 +50,7 @@ def open_model(path: Path, device: str, dtype: str, method: str | None = None) -
     place = pick_device(device)
     loaded = load_model(path, place, pick_dtype(dtype, place))
     chosen = method_named(method, loaded.method)
-    if loaded.stage == "base" and chosen.geometry.drafts:
+    if loaded.stage == "base" and chosen.geometry.drafts and not chosen.geometry.checked:
         note(
             f"warning: {path} was converted but never trained to fill blocks, so {chosen.name} will write nonsense; "
             "train it first, or use --method autoregressive"
@@ -60,11 +60,21 @@ def open_model(path: Path, device: str, dtype: str, method: str | None = None) -
     return loaded
 
 
+def named_or_default(method: str | None, loaded: LoadedModel) -> str:
+    """The method that was asked for, or the one that a reader of texts wants of the model; says which, if it is not the
+    model's own."""
+    chosen = method or default_method(loaded.method)
+    if method is None and chosen != loaded.method.name:
+        own = f"--method {loaded.method.name} decodes as the model was trained"
+        note(f"note: decoding as {chosen}, the model's own autoregressive text in fewer forwards; {own}")
+    return chosen
+
+
 class Model:
     """A loaded model with its engine.
 
-    Settings of a call are the fields of `DecodeConfig` (passes, threshold, max_new_tokens, ...), `method`, the name of
-    another method than the model's own, and `stop`, a string or strings that end the text.
+    Settings of a call are the fields of `DecodeConfig` (passes, threshold, max_new_tokens, ...), `method`, another one
+    than the model's own, as "verified" or "verified:tail=blank", and `stop`, a string or strings that end the text.
     """
 
     def __init__(self, loaded: LoadedModel, engine: EngineConfig = EngineConfig(), *, name: str = "") -> None:

@@ -1,9 +1,9 @@
 """A pass as one function of tensors: what is known of R requests goes from pass to pass, and not through the host.
 
-A pass is candidates, forward, choice, prediction, commitment, and, where a block has closed, the next block, blank,
-with the closed one to be committed. Texts end here, too, at a stop token or at their length, so that the next pass can
-be started before the host has read the report of this one. On CUDA a pass is captured as a graph, once for each shape
-of its forward. What a request is on the device is a row of `Held`: `enter` writes rows in place.
+A pass is candidates, forward, choice, prediction, commitment, and, where a block has closed, or a prefix of it, the
+next draft, with the tokens that are to be run as text. Texts end here, too, at a stop token or at their length, so that
+the next pass can be started before the host has read the report of this one. On CUDA a pass is captured as a graph,
+once for each shape of its forward. What a request is on the device is a row of `Held`: `enter` writes rows in place.
 
 Who does the forward is a `ForwardBackend`: the kernels of `packed.py`, or the Transformer itself (`plain.py`). Who
 decides which requests have rows, and reads the reports, is `places.py`.
@@ -18,14 +18,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from freda.decode.config import DecodeConfig
-from freda.decode.pages import BlockTable, ForwardShape, Pieces
+from freda.decode.pages import BlockPlaces, BlockTable, ForwardShape, Pieces
 from freda.methods.draft import Candidates, Draft, Prediction, Rules, Sampling, Search, merge, start
 from freda.methods.method import Method
-from freda.methods.state import DecodeState, Limits, fresh_drafts, new_state
+from freda.methods.state import DecodeState, Limits, Seen, fresh_drafts, new_state
 from freda.model.parts import Parts
+
+# Tokens whose choices read the head once and take no longer than one's: drafts that are checked and their candidates
+# choose together, though one candidate will be kept.
+CHOSEN_TOGETHER = 64
 
 
 class ForwardBackend(Protocol):
@@ -39,17 +44,14 @@ class ForwardBackend(Protocol):
     def run(
         self,
         given: tuple[Tensor, Tensor],
-        where: Tensor,
+        blocks: BlockPlaces,
         texts: BlockTable,
         shape: ForwardShape,
         buffers: Any,
         pieces: Pieces | None = None,
     ) -> None:
         """All layers over blocks of tokens `given` as (ids, α), each (P · B,), and over pieces of prompts; prompts and
-        blocks to commit go into the pages.
-
-        `where` (R, J) int32: the place of each request's blocks among the packed ones; -1: not in this forward.
-        """
+        blocks of text go into the pages."""
 
     def soft(self, tokens: Tensor, buffers: Any) -> Tensor:
         """What a scorer sees of `tokens`, which number those of the last forward: (..., D)."""
@@ -71,7 +73,7 @@ class Held(NamedTuple):
 
     state: DecodeState
     texts: BlockTable
-    pending_ids: Tensor  # (R, B) int64: the block to commit
+    pending_ids: Tensor  # (R, B) int64: the block to run as text
     end: Tensor  # (R,) int64: the position behind the last token that the request may write
     real: Tensor  # (R,) bool: whether a request is running in this row
 
@@ -156,7 +158,7 @@ def changing(held: Held) -> list[Tensor]:
 
 
 def laid_out(held: Held, method: Method, limits: Limits, shape: ForwardShape) -> tuple[Tensor, ...]:
-    """What a forward sees: ids and α of its tokens, (P · B,) each; `where` its blocks lie (R, J); which requests are
+    """What a forward sees: ids and α of its tokens, (P · B,) each; the two parts of `BlockPlaces`; which requests are
     `going` (R,); and the `Candidates` among the blocks.
 
     Where more blocks want to go than there are places, the last requests wait for the next pass; so does a request with
@@ -166,17 +168,19 @@ def laid_out(held: Held, method: Method, limits: Limits, shape: ForwardShape) ->
     drafts = shape.blocks - 1
     found = method.candidates(state, limits, count=max(1, drafts))
     ids, alpha = pending_ids[:, None], torch.ones_like(pending_ids[:, None], dtype=torch.float32)
-    wanted = (texts.pending > 0)[:, None]
+    wanted, behind = (texts.pending > 0)[:, None], torch.zeros_like(texts.pending)[:, None]
     if drafts:
-        shown, weight = method.geometry.shown(state.known[:, None], found.ids, found.alpha)
+        shown, weight = state.shown(method.geometry, found)
         ids, alpha = torch.cat([ids, shown], dim=1), torch.cat([alpha, weight], dim=1)  # (R, J, B)
         wanted = torch.cat([wanted, found.valid], dim=1)
+        first = (state.begin - method.geometry.shift - texts.stored)[:, None] + found.ahead  # of the slots
+        behind = torch.cat([behind, first.int()], dim=1)
     going = real
     if 0 < drafts < limits.width:  # no place for more candidates than one, which is what a blank draft has
         going = going & ((state.draft.passes == 0) | (state.search.width == 1))
     if shape.dense:
         where = torch.arange(shape.packed, dtype=torch.int32, device=ids.device).view(wanted.shape)
-        return ids.flatten(), alpha.flatten(), where, going, *found
+        return ids.flatten(), alpha.flatten(), where, behind, going, *found
     wanted = wanted & going[:, None]
     needed = wanted.sum(-1)
     last = needed.cumsum(0)
@@ -186,49 +190,65 @@ def laid_out(held: Held, method: Method, limits: Limits, shape: ForwardShape) ->
     packed = torch.where(where < 0, shape.packed, where).flatten()
     all_ids = ids.new_zeros(shape.packed + 1, shape.block).index_copy(0, packed, ids.flatten(0, 1))
     all_alpha = alpha.new_zeros(shape.packed + 1, shape.block).index_copy(0, packed, alpha.flatten(0, 1))
-    return all_ids[:-1].flatten(), all_alpha[:-1].flatten(), where.int(), going, *found
+    return all_ids[:-1].flatten(), all_alpha[:-1].flatten(), where.int(), behind, going, *found
 
 
 def choice(
-    parts: Parts, method: Method, state: DecodeState, found: abc.Sequence[Tensor], soft: Tensor | None
+    parts: Parts,
+    method: Method,
+    state: DecodeState,
+    found: abc.Sequence[Tensor],
+    soft: Tensor | None,
+    text: abc.Sequence[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """The candidate among `found` that is kept, (R,), and the scores of all, (R, C)."""
-    winner, scores = method.choose(parts, state, Candidates(*found), soft)
+    winner, scores = method.choose(parts, state, Candidates(*found), soft, None if text is None else Prediction(*text))
     return winner, scores
 
 
-def advance(
-    held: Held,
-    method: Method,
-    prediction: abc.Sequence[Tensor],
-    seen: tuple[Tensor, Tensor, Tensor, abc.Sequence[Tensor]],
-    blank_id: int,
-) -> Tensor:
+class Told(NamedTuple):
+    """What `advance` hears of a forward: who is going, the candidates and which of them is kept, and, where drafts are
+    checked, the `Prediction` of the text."""
+
+    going: Tensor
+    found: abc.Sequence[Tensor]
+    winner: Tensor
+    scores: Tensor
+    text: abc.Sequence[Tensor] | None
+
+
+def advance(held: Held, method: Method, prediction: abc.Sequence[Tensor], told: Told, blank_id: int) -> Tensor:
     """Bring the requests that are going behind a `Prediction` (R, B); returns the report, as `Report` reads it.
 
-    `seen` is who is going, the winner and the scores of the candidates, and the candidates. The new state is written
-    over the old one here, so that compiled, nothing is copied afterwards.
+    The new state is written over the old one here, so that compiled, nothing is copied afterwards.
     """
     state, texts, pending_ids, end, real = held
-    going, winner, scores, found = seen
-    block = pending_ids.shape[1]
-    draft = merge(~going, state.draft, method.update(state.draft, Prediction(*prediction), state.rules))
-    finite = draft.prob.isfinite().all(-1)
-    closed = draft.closed & going
-    stops = torch.isin(draft.ids, state.rules.stop_ids) & ~draft.given & (state.position < end[:, None])
-    ended = (closed & (stops.any(-1) | (state.begin + block >= end))) | (going & ~finite)
-    flags = torch.stack([going, closed, finite, ended], dim=1)
-    told = [flags, draft.passes[:, None], draft.ids, draft.committed, draft.prob.view(torch.int32)]
-    told += [found[3].sum(-1, keepdim=True), winner[:, None], scores.view(torch.int32), found[0].flatten(1)]
-    report = torch.cat([part.int() for part in told], dim=1)
-    next_draft = merge(~closed, draft, start(draft.ids, torch.zeros_like(draft.given), blank_id))
-    stored = torch.where(going, texts.stored + texts.pending, texts.stored)
-    pending = torch.where(going, block * closed, texts.pending)
+    going, found, winner, scores, text = told
+    block, checked = pending_ids.shape[1], method.geometry.checked
+    seen = Seen(Candidates(*found), winner, None if text is None else Prediction(*text))
+    made = method.settle(state, Prediction(*prediction), seen, blank_id)
+    draft, following = (merge(~going, state.draft, part) for part in made)
+    finite, closed = draft.prob.isfinite().all(-1), draft.closed * going
+    final = torch.arange(block, device=closed.device) < closed[:, None]
+    stops = final & torch.isin(draft.ids, state.rules.stop_ids) & ~draft.given & (state.position < end[:, None])
+    ended = ((closed > 0) & (stops.any(-1) | (state.begin + closed >= end))) | (going & ~finite)
+    numbers = torch.stack([going, closed, finite, ended, draft.passes, following.passes], dim=1)
+    parts = [numbers, draft.ids, draft.committed, draft.prob.view(torch.int32)]
+    parts += [found[3].sum(-1, keepdim=True), winner[:, None], scores.view(torch.int32), found[0].flatten(1)]
+    report = torch.cat([part.int() for part in parts], dim=1)
+    known = draft.ids.gather(1, (closed - 1).clamp_min(0)[:, None])[:, 0]
+    known = torch.where(closed > 0, known, state.known)
+    if checked:  # of the text that was run, what is final stays; the next draft is run as text when it is ready
+        stored, commits = texts.stored + closed, method.checks(following)
+        slots, _ = method.geometry.shown(known, following.ids, following.prob)
+    else:  # all of it stays; a block that has closed is run as text next
+        stored, commits = texts.stored + texts.pending, closed > 0
+        slots, _ = method.geometry.shown(state.known, draft.ids, draft.prob)
+    stored, pending = torch.where(going, stored, texts.stored), torch.where(going, block * commits, texts.pending)
     texts = texts._replace(stored=(stored * ~ended).to(texts.stored), pending=(pending * ~ended).to(texts.pending))
-    slots, _ = method.geometry.shown(state.known, draft.ids, draft.prob)
-    known = torch.where(closed, draft.ids[:, -1], state.known)
-    state = state._replace(draft=next_draft, begin=state.begin + block * closed, known=known)
-    after = Held(state, texts, torch.where(closed[:, None], slots, pending_ids), end, real & ~ended)
+    state = state._replace(draft=following, begin=state.begin + closed, known=known)
+    pending_ids = torch.where((commits & going)[:, None], slots, pending_ids)
+    after = Held(state, texts, pending_ids, end, real & ~ended)
     for old, new in zip(changing(held), changing(after), strict=True):
         if old is not new:
             old.copy_(new)
@@ -239,9 +259,10 @@ class Report:
     """What a pass has told of R requests, C candidates each, read from its numbers (R, ·) int32 on the host."""
 
     def __init__(self, numbers: Any, block: int, candidates: int) -> None:
-        self.going, self.closed, self.finite, self.ended = (numbers[:, column] != 0 for column in range(4))
-        self.passes = numbers[:, 4]
-        ends = [5, 5 + block, 5 + 2 * block, 5 + 3 * block, 6 + 3 * block, 7 + 3 * block, 7 + 3 * block + candidates]
+        self.going, self.finite, self.ended = (numbers[:, column] != 0 for column in (0, 2, 3))
+        # How many tokens are final now; passes over this draft, and over the one that goes on.
+        self.closed, self.passes, self.done = (numbers[:, column] for column in (1, 4, 5))
+        ends = list(itertools.accumulate([block, block, block, 1, 1, candidates], initial=6))
         self.ids, self.committed, prob, self.valid, self.winner, scores = (
             numbers[:, begin:end] for begin, end in itertools.pairwise(ends)
         )
@@ -286,23 +307,40 @@ def pass_of(decoder: Decoder, held: Held, kind: Kind, pieces: Pieces | None = No
     (parts, backend, method, compiled), (shape, limits, long) = decoder, kind
     before, choose, after = _around(compiled)
     buffers, blank_id = backend.buffers(shape, long), parts.backbone.blank_id
-    place = torch.arange(shape.block, device=parts.device)
+    place, row = (torch.arange(count, device=parts.device) for count in (shape.block, shape.rows))
+
+    checked, every = method.geometry.checked, shape.rows * shape.blocks * shape.block <= CHOSEN_TOGETHER
+
+    def chosen(tokens: Tensor, further: Tensor) -> list[Tensor]:
+        """The `Prediction` of blocks `tokens` (R, n, B) that stand `further` (R, n) right than the drafts."""
+        sampling, position = None, held.state.position[:, None] + further[..., None]
+        if limits.samples:
+            sampling = Sampling(*(part.repeat_interleave(tokens.shape[1]) for part in held.state.sampling))
+        made = backend.predict(tokens.flatten(0, 1), buffers, sampling, position.flatten(0, 1))
+        return [part.view(tokens.shape) for part in made]
 
     def run() -> Tensor:
         state = held.state
-        ids, alpha, where, going, *found = before(held, method, limits, shape)
-        backend.run((ids, alpha), where, held.texts, shape, buffers, pieces)
-        blocks, soft = where.clamp_min(0).long(), None
-        if shape.blocks > 2:
-            soft = backend.soft((blocks[:, 1:, None] * shape.block + place).flatten(1), buffers)
-        winner, scores = choose(parts, method, state, found, soft)
-        chosen = blocks.gather(1, winner[:, None] + 1) if shape.blocks > 1 else blocks
-        tokens = chosen * shape.block + place
-        prediction = backend.predict(tokens, buffers, state.sampling if limits.samples else None, state.position)
+        ids, alpha, where, behind, going, *found = before(held, method, limits, shape)
+        backend.run((ids, alpha), BlockPlaces(where, behind), held.texts, shape, buffers, pieces)
+        tokens = where.clamp_min(0).long()[..., None] * shape.block + place  # (R, J, B)
+        ahead = F.pad(found[4], (1, 0))[:, : shape.blocks]  # (R, J)
+        made, text, soft = list[Tensor](), None, None
+        if checked:
+            made = chosen(tokens, ahead) if every else chosen(tokens[:, :1], ahead[:, :1])
+            text = [part[:, 0] for part in made]
+        elif shape.blocks > 2:
+            soft = backend.soft(tokens[:, 1:].flatten(1), buffers)
+        winner, scores = choose(parts, method, state, found, soft, text)
+        block = (row, winner + (shape.blocks > 1))
+        if checked and every:
+            prediction = [part[block] for part in made]
+        else:
+            prediction = [part[:, 0] for part in chosen(tokens[block][:, None], ahead[block][:, None])]
         if state.probs is not None:
-            known = backend.logits(tokens, buffers).softmax(-1)
+            known = backend.logits(tokens[block], buffers).softmax(-1)
             state.probs.copy_(torch.where(going[:, None, None], known, state.probs))
-        report: Tensor = after(held, method, tuple(prediction), (going, winner, scores, found), blank_id)
+        report: Tensor = after(held, method, prediction, Told(going, found, winner, scores, text), blank_id)
         return report
 
     return run

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from freda.decode.kernels import layers, pages, pick, prompts, rowwise, skinny
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Matrix, Stream
-from freda.decode.pages import BlockTable, ForwardShape, Pages, Pieces
+from freda.decode.pages import BlockPlaces, BlockTable, ForwardShape, Pages, Pieces
 from freda.folders import tensors
 from freda.methods.draft import Prediction, Sampling
 from freda.model.config import ModelConfig
@@ -180,7 +180,7 @@ class PackedModel:
     def run(
         self,
         given: tuple[Tensor, Tensor],
-        where: Tensor,
+        blocks: BlockPlaces,
         texts: BlockTable,
         shape: ForwardShape,
         buffers: Buffers,
@@ -192,14 +192,14 @@ class PackedModel:
         if pieces is not None:
             ids, alpha = torch.cat([ids, pieces.ids.long()]), torch.cat([alpha, alpha.new_ones(shape.prompts)])
         self._embed(ids, alpha, buffers)
-        pages.rotary(where, texts, self.model.inv_freq, buffers.attention)
+        pages.rotary(blocks, texts, self.model.inv_freq, buffers.attention)
         if buffers.whole is not None:
             rest = buffers.stream, buffers.attention.rotary, buffers.attended, buffers.inner
-            layers.run(buffers.whole, self.stacked._asdict(), self.pages.storage, texts, rest)
+            layers.run(buffers.whole, self.stacked._asdict(), self.pages.storage, blocks, texts, rest)
         elif _few(shape):
-            self._run_few(where, texts, buffers)
+            self._run_few(blocks, texts, buffers)
         else:
-            self._run_many(where, texts, pieces, buffers)
+            self._run_many(blocks, texts, pieces, buffers)
 
     def fill(self, pieces: Pieces, shape: ForwardShape, buffers: Buffers) -> None:
         """All layers over pieces of prompts alone, for their keys and values."""
@@ -210,17 +210,17 @@ class PackedModel:
         table, norm = self.model.embed_tokens.weight.detach(), self.layers[0].norms[0]
         skinny.embed(ids, alpha, table, self.model.blank_id, norm, buffers.stream)
 
-    def _run_few(self, where: Tensor, texts: BlockTable, buffers: Buffers) -> None:
+    def _run_few(self, blocks: BlockPlaces, texts: BlockTable, buffers: Buffers) -> None:
         stream, eps = buffers.stream, self.model.config.norm_eps
         for layer, stored, norm in zip(self.few_layers, self.cache, self._following(), strict=True):
             skinny.project(stream, layer.qkv, eps, buffers.parts)
-            pages.attend(buffers.parts, stored, where, texts, layer.heads, buffers.attention, buffers.attended)
+            pages.attend(buffers.parts, stored, blocks, texts, layer.heads, buffers.attention, buffers.attended)
             skinny.add(buffers.attended, layer.out, buffers.sums, layer.norms[1], stream)
             skinny.gate(stream, layer.gate_up, eps, buffers.inner)
             skinny.add(buffers.inner, layer.down, buffers.sums, norm, stream)
 
     def _run_many(
-        self, where: Tensor | None, texts: BlockTable | None, pieces: Pieces | None, buffers: Buffers
+        self, blocks: BlockPlaces | None, texts: BlockTable | None, pieces: Pieces | None, buffers: Buffers
     ) -> None:
         """The library's matrix products; `stream.scaled` holds the normed stream here.
 
@@ -233,8 +233,8 @@ class PackedModel:
             torch.mm(normed, layer.qkv.values.T, out=qkv)
             if pieces is not None:
                 prompts.spread(qkv[prompt], pieces, layer.heads, self.model.inv_freq, stored, buffers.queries)
-            if where is not None and texts is not None:
-                pages.attend(buffers.parts, stored, where, texts, layer.heads, buffers.attention, buffers.attended)
+            if blocks is not None and texts is not None:
+                pages.attend(buffers.parts, stored, blocks, texts, layer.heads, buffers.attention, buffers.attended)
             elif number == len(self.layers) - 1:
                 return  # nobody asks for what comes after the last keys and values
             if pieces is not None:

@@ -161,7 +161,14 @@ class BlockTable(NamedTuple):
 
     table: Tensor  # (R, most pages) int32
     stored: Tensor  # (R,) int32: committed tokens in the pages
-    pending: Tensor  # (R,) int32: tokens that the next forward commits: a block or 0; then come the drafts
+    pending: Tensor  # (R,) int32: tokens that the next forward runs as text, and stores: a block or 0
+
+
+class BlockPlaces(NamedTuple):
+    """Where the blocks of R requests lie in a forward, and in their texts: number 0 is text, the others are drafts."""
+
+    where: Tensor  # (R, J) int32: the place of each among the packed ones; -1: not in this forward
+    behind: Tensor  # (R, J) int32: how many of the pending tokens stand before it; 0 for the pending ones themselves
 
 
 class Pieces(NamedTuple):
@@ -203,7 +210,6 @@ class PagedCache:
             for target, source in zip(stored, fresh, strict=True):
                 values = source[:, :, : position.shape[1]].transpose(1, 2).to(target.dtype)  # (R, W, Hkv, C)
                 target[page, :, number % size] = values
-        self.lengths = self.lengths + real.sum(-1)
 
     def past(self) -> list[KeysValues]:
         """Every layer's keys and values up to the longest text, each (R, Hkv, K, C)."""

@@ -4,7 +4,8 @@ A step of the host brings pieces of prompts into the pages, writes the rows of r
 a pass, all without waiting for the device; then it reads the report of the pass before. So the device always has work,
 and the host learns of a block one pass after it has closed. What a forward must have room for is then a guess: the host
 knows which requests will close a block for sure, and how often the others do. A request that finds no room waits for
-the next pass, and its text is the same (`device.laid_out`).
+the next pass, and its text is the same (`device.laid_out`). Where drafts are checked, every pass runs one as text, and
+there is always room for all candidates.
 
 On a CPU, and where the forwards are made by the Transformer itself, nothing is guessed: every report is read at once.
 """
@@ -76,7 +77,7 @@ class Happened(NamedTuple):
 
     text: Text
     seen: Pass | None  # the pass itself, if it is watched
-    ids: list[int] | None  # of the block that has closed; none of them: the probabilities are not finite
+    ids: list[int] | None  # that have become final; none of them: the probabilities are not finite
 
 
 class Places:
@@ -98,6 +99,7 @@ class Places:
         self.texts: list[Text | None] = [None] * self.count
         self.flights: deque[Flight] = deque()
         self.passes, self.waited = 0, 0.0  # started so far; seconds spent waiting for reports
+        self._least = 1 if self.geometry.checked else self.block  # tokens that a pass closes, if it closes any
         # One row more than there are places: what fills up a group of records is written there.
         self._held = new_held(self.count + 1, self.table_pages, parts, self.block, stop_ids)
         self.ahead = backend.graphs  # are reports read after the next pass has started?
@@ -156,7 +158,9 @@ class Places:
         asked, pending, block = text.request, text.pending if real else [], self.block
         found: dict[str, Any] = {name: getattr(asked, name, 0) for name in (*WHOLE, *FLOATS)}
         found |= {"row": text.row, "real": real, "begin": len(text.clean), "known": text.known}
-        found |= {"stored": text.stored, "pending": len(pending)}
+        if real and self.geometry.checked:  # of a blank draft, the known token
+            pending = [text.known]
+        found |= {"stored": text.stored, "pending": block * bool(pending)}
         found |= {"tail": len(text.tail), "end": len(asked.prompt) + asked.max_new_tokens}
         found |= {"sampled": asked.candidates == "sampled", "gumbel": asked.select == "gumbel"}
         bits = struct.unpack("4q", struct.pack("4d", *(found[name] for name in FLOATS)))
@@ -170,7 +174,7 @@ class Places:
         self._numbers[row], self._watched[row], self._forwards[row] = text.index, asked.watch, 0
         self._records[row] = self._record(text, real=True)
         self._live[row], self._flying[row], self._pending[row] = True, False, bool(text.pending)
-        self._done[row], self._most[row] = 0, asked.passes if self.slots else 1
+        self._done[row], self._most[row] = 0, asked.passes if self.slots and not self.geometry.checked else 1
         self._left[row] = len(text.tail) + asked.max_new_tokens
         self._width[row] = asked.width
 
@@ -288,7 +292,7 @@ class Places:
         rides = [size for before, size in itertools.pairwise((0, *RIDES)) if before < most]
         for size in sorted({self._padded(size, rides=False) for size in range(1, most + 1)}, reverse=True):
             self._fill_of(self._staged([], size))
-        drafts = {1, limits.width} if self.slots else {0}
+        drafts = {limits.width} if self.geometry.checked else {1, limits.width} if self.slots else {0}
         tops = range(1, self.count + 1)
         forms = {(self._bucket(top, 1 + count), 1 + count) for count in drafts for top in tops}
         for (rows, blocks), prompts in itertools.product(sorted(forms), (0, *rides)):
@@ -302,7 +306,7 @@ class Places:
 
     def _worthwhile(self) -> bool:
         """Whether anything will be running in the next pass, as far as is known."""
-        ends = self._flying & (self._done + 1 >= self._most) & (self._left <= self.block)
+        ends = self._flying & (self._done + 1 >= self._most) & (self._left <= self._least)
         return bool((self._live & ~ends).any())
 
     def _start_pass(self, pieces: Pieces | None) -> None:
@@ -351,6 +355,9 @@ class Places:
         spread = (self._early * (1 - self._early) * may) ** 0.5  # the standard deviation of how many close early
         commits += math.ceil(self._early * may + 2 * spread)
         needed = int(commits) + (int(drafts.sum()) if self.slots else 0)
+        if self.geometry.checked:  # drafts go on when a block closes, and each is text beside its candidates
+            blocks = 1 + limits.width
+            needed = int(live.sum()) * blocks
         if not self.ahead:  # nothing is under way, and nothing a guess
             return ForwardShape(top, self.block, blocks, needed, prompts, self.geometry.causal)
         rows = self._bucket(top, blocks)
@@ -377,7 +384,7 @@ class Places:
         numbers = flight.numbers
         same = (numbers > 0) & (numbers == self._numbers[: len(numbers)])  # rows that have not changed hands since
         self._learn(report, same)
-        over = report.closed | ~report.finite
+        over = (report.closed > 0) | ~report.finite
         told = report.going & same & (over | self._watched[: len(same)])
         ids = report.ids.tolist()
         for row in np.flatnonzero(told).tolist():
@@ -386,7 +393,8 @@ class Places:
             text.nfe = int(self._forwards[row])
             text.stored = self.geometry.storable(len(text.clean))  # a pass that goes commits what pends
             seen = self._seen(text, report, row) if text.request.watch else None
-            yield Happened(text, seen, (ids[row] if report.finite[row] else []) if over[row] else None)
+            final = ids[row][: report.closed[row]] if report.finite[row] else []
+            yield Happened(text, seen, final if over[row] else None)
 
     def _learn(self, report: Report, same: np.ndarray) -> None:
         """What a report says about the rows, as far as they are the `same`."""
@@ -396,10 +404,10 @@ class Places:
         self._forwards[:count] += went
         may = went & (report.passes < self._most[:count])
         if may.any():
-            self._early += 0.2 * ((report.closed & may).sum() / may.sum() - self._early)
-        self._done[:count][went] = np.where(report.closed, 0, report.passes)[went]
-        self._left[:count][went] -= (self.block * report.closed)[went]
-        self._pending[:count][went] = report.closed[went]
+            self._early += 0.2 * (((report.closed > 0) & may).sum() / may.sum() - self._early)
+        self._done[:count][went] = report.done[went]
+        self._left[:count][went] -= report.closed[went]
+        self._pending[:count][went] = report.closed[went] > 0
         self._live[:count][went & report.ended] = False
         if not self.flights:
             self._flying[:] = False
@@ -409,6 +417,6 @@ class Places:
         count = int(report.valid[row, 0])
         given = [place < len(text.tail) for place in range(self.block)]
         cells = (report.ids[row].tolist(), report.prob[row].tolist(), given, (report.committed[row] != 0).tolist())
-        about = (bool(report.closed[row]), report.candidates[row, :count].tolist(), report.scores[row, :count].tolist())
+        about = (int(report.closed[row]), report.candidates[row, :count].tolist(), report.scores[row, :count].tolist())
         number = len(text.clean) // self.block
         return Pass(text.index, number, int(report.passes[row]), *cells, *about, int(report.winner[row, 0]))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freda.decode.pages import BlockTable, ForwardShape, PagedCache, Pages, Pieces
+from freda.decode.pages import BlockPlaces, BlockTable, ForwardShape, PagedCache, Pages, Pieces
 from freda.methods.draft import Prediction, Sampling
 from freda.methods.method import Method
 from freda.model.attention import Tokens, clean_tokens, concat, draft_tokens, make_mask
@@ -47,7 +47,7 @@ class PlainModel:
     def run(
         self,
         given: tuple[Tensor, Tensor],
-        where: Tensor,
+        blocks: BlockPlaces,
         texts: BlockTable,
         shape: ForwardShape,
         buffers: list[Ran],
@@ -56,30 +56,30 @@ class PlainModel:
         """As `ForwardBackend.run` says; prompts first, by themselves."""
         if pieces is not None:
             self.fill(pieces, shape, buffers)
+        where, behind = blocks
         commits = (where[:, :1] >= 0) & (texts.pending > 0)[:, None]
         where = torch.where(torch.cat([commits, where[:, 1:] >= 0], dim=1), where, -1)
         buffers.clear()
         for rows in _groups((where >= 0).sum(-1)):
             some = BlockTable(*(part[rows] for part in texts))
-            buffers.append(self._ran(given, where[rows], some, shape))
+            buffers.append(self._ran(given, BlockPlaces(where[rows], behind[rows]), some, shape))
 
-    def _ran(self, given: tuple[Tensor, Tensor], where: Tensor, texts: BlockTable, shape: ForwardShape) -> Ran:
+    def _ran(self, given: tuple[Tensor, Tensor], blocks: BlockPlaces, texts: BlockTable, shape: ForwardShape) -> Ran:
         """A forward over some rows, side by side."""
-        device, block = where.device, shape.block
-        kept = (where >= 0).any(0)  # numbers of blocks that some have
-        where, place = where[:, kept], torch.arange(block, device=device)
+        device, block = texts.stored.device, shape.block
+        kept = (blocks.where >= 0).any(0)  # numbers of blocks that some have
+        where, place = blocks.where[:, kept], torch.arange(block, device=device)
         numbers = torch.arange(len(kept), device=device)[kept]
         index = (where.clamp_min(0).long()[..., None] * block + place).flatten(1)  # (R, T)
         number = numbers.repeat_interleave(block).expand_as(index)
-        further = torch.where(number > 0, texts.pending[:, None], 0)
-        position = texts.stored[:, None] + further + place.repeat(len(numbers))
+        first = (texts.stored[:, None] + blocks.behind[:, kept]).repeat_interleave(block, dim=1)
+        position = first + place.repeat(len(numbers))
         here = (where >= 0).repeat_interleave(block, dim=1)
         document, committed = torch.where(here, 0, -1), block * int(kept[0])
         text, draft = slice(0, committed), slice(committed, None)
-        first = (texts.stored + texts.pending)[:, None].expand_as(position[:, draft])
         tokens = concat(
             clean_tokens(document[:, text], position[:, text], shape.context),
-            draft_tokens(document[:, draft], first, number[:, draft]),
+            draft_tokens(document[:, draft], first[:, draft], number[:, draft]),
         )
         cache = PagedCache(self.pages, texts.table, texts.stored)
         keys, past = concat(cache.tokens(shape.context), tokens), cache.past()

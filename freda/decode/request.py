@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import abc, deque
-from dataclasses import dataclass
+from collections import Counter, abc, deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from freda.decode.config import DecodeConfig
@@ -54,16 +54,25 @@ def stop_strings(stop: object) -> tuple[str, ...]:
 class Output:
     """What became of a request."""
 
-    tokens: list[int]  # new tokens, up to and including the stop token
+    tokens: list[int]  # new tokens, up to and including the stop token, or the last of a stop string
     nfe: int  # forwards that chose or committed tokens of this request
     finish: str  # "stop", "length", "cancelled" or "error"
     seconds: float  # since it was submitted
     error: str = ""
+    accepted: dict[int, int] = field(default_factory=dict)  # forwards by how many of the tokens they made final
 
     @property
     def tpf(self) -> float:
         """Tokens per forward."""
         return len(self.tokens) / max(1, self.nfe)
+
+
+def accepted_in(several: abc.Iterable[abc.Mapping[Any, int]]) -> dict[str, int]:
+    """Forwards of several outputs by how many tokens they made final, as files have them."""
+    summed: Counter[int] = Counter()
+    for accepted in several:
+        summed.update({int(tokens): forwards for tokens, forwards in accepted.items()})
+    return {str(tokens): summed[tokens] for tokens in sorted(summed)}
 
 
 class Event(NamedTuple):
@@ -84,7 +93,7 @@ class Pass(NamedTuple):
     prob: list[float]
     given: list[bool]
     committed: list[bool]
-    closed: bool
+    closed: int  # tokens that are final now: a prefix of the block, or none
     candidates: list[list[int]]  # the drafts that this pass has seen
     scores: list[float]  # of the candidates: ℓ + τ·s, without the noise
     winner: int
@@ -115,6 +124,7 @@ class Sequence:
         self.stored = 0  # how many of `clean` are in the cache
         self.new: list[int] = []
         self.nfe = 0
+        self.closes: Counter[int] = Counter()  # passes that closed a block, by how many new tokens it gave
         self.table: list[int] = []  # its pages
         self.keys: list[bytes] = []  # of the full pages of `clean`, as far as they were asked for
         self.row = -1  # of the device, while it is running
@@ -135,7 +145,7 @@ class Sequence:
         return self.clean[-1] if self.clean else 0
 
     def close_block(self, ids: list[int], stop_ids: abc.Set[int]) -> Event:
-        """Append a closed block; no ids mean that the model's probabilities are not finite."""
+        """Append the tokens of a block that has closed; none mean that the model's probabilities are not finite."""
         if not ids:
             return Event([], "error", DAMAGED)
         room = self.request.max_new_tokens - len(self.new)
@@ -143,19 +153,33 @@ class Sequence:
         finish = "length" if len(new) == room else ""
         if not stop_ids.isdisjoint(new):
             new, finish = new[: 1 + next(place for place, token in enumerate(new) if token in stop_ids)], "stop"
+        if self._matcher is not None and self._matcher.feed(new):
+            count = self._up_to_stop(new)
+            finish = "stop" if count < len(new) else finish or "stop"
+            new = new[:count]
         self.new += new
         self.tail = []
+        self.closes[len(new)] += 1
         if not finish:
             self.clean += ids
-        if self._matcher is not None and self._matcher.feed(new):
-            finish = finish or "stop"
         return Event(new, finish)
+
+    def _up_to_stop(self, new: list[int]) -> int:
+        """How many of these tokens it takes to complete a stop string."""
+        assert self._matcher is not None
+        again = self._matcher.fresh()
+        again.feed(self.new)
+        return next((count for count, token in enumerate(new, 1) if again.feed([token])), len(new))
+
+    def made(self, event: Event, seconds: float) -> Output:
+        """The output of a request whose last event this is."""
+        waiting = Counter({0: self.nfe - self.closes.total()}) + self.closes  # forwards that closed nothing, if any
+        return Output(self.new, self.nfe, event.finish, seconds, event.error, dict(sorted(waiting.items())))
 
     def end(self, event: Event) -> None:
         """File the last event, then the output: a reader that sees the output has all events."""
         self.mail.append(event)
-        seconds = time.perf_counter() - self.begun
-        self.output = Output(self.new, self.nfe, event.finish, seconds, event.error)
+        self.output = self.made(event, time.perf_counter() - self.begun)
         if self._ended is not None:
             self._ended.append(self.index)
 
@@ -183,6 +207,10 @@ class StopMatcher:
         self._taken = 0  # characters that `take` has returned
         self._window: list[int] = []  # the newest tokens of `_text`, and all tokens of `_rest`
         self._known = 0  # how many of them are in `_text`
+
+    def fresh(self) -> StopMatcher:
+        """Another for the same stop strings, which has seen no token."""
+        return StopMatcher(self._decode, self._stops)
 
     def feed(self, tokens: abc.Sequence[int]) -> bool:
         """Take new tokens; returns whether a stop string has appeared."""

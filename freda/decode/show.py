@@ -100,7 +100,8 @@ class LiveDrafts:
         else:
             self._print(step, soft_wrap=True)
         if step.closed:
-            self.ids += [token for token, given in zip(step.ids, step.given, strict=True) if not given]
+            final = zip(step.ids[: step.closed], step.given, strict=False)
+            self.ids += [token for token, given in final if not given]
 
     def _print(self, step: Pass, *, soft_wrap: bool = False) -> None:
         for line in (*candidate_lines(step, self.tokenizer), pass_line(step, self.tokenizer)):

@@ -62,7 +62,7 @@ class EvalJob:
 
     def load(self) -> Model:
         """The model, once the questions have been found."""
-        loaded = open_model(self.model, self.device, self.dtype)
+        loaded = open_model(self.model, self.device, self.dtype, self.settings.method or None)
         return Model(loaded, EngineConfig(max_batch=self.batch_size), name=str(self.model))
 
 

@@ -19,6 +19,7 @@ SWEEP_PARTS = ("main", "passes", "pareto", "stability", "tau", "width")
 class EvalSettings(DecodeConfig):
     """How a benchmark's answers are generated, or chosen."""
 
+    method: str = knob("", "decode with another method than the model's own: NAME, or NAME:KEY=VALUE,...")
     likelihood: Literal["auto", "tokens", "blocks"] = knob(
         "auto",
         "choices by the next-token distributions of the text, or of drafts; auto: the text's in the shifted layout",
@@ -42,6 +43,7 @@ class SystemConfig:
     width: int = knob(4, "best-of-n: candidates, N")
     tau: float = knob(0.1, "best-of-n: weight of the scorer, τ")
     likelihood: Literal["auto", "tokens", "blocks"] = knob("auto", "choices by the text or by drafts, see freda eval")
+    method: str = knob("", "decode with another method than the models' own, see freda eval")
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models is empty; name one model or run folder, or several")
@@ -49,7 +51,7 @@ class SystemConfig:
 
     def decoding(self, max_new_tokens: int, **changed: Any) -> EvalSettings:
         """The decoding of this system; 0 tokens takes the default length."""
-        names = ("passes", "threshold", "width", "tau", "likelihood")
+        names = ("passes", "threshold", "width", "tau", "likelihood", "method")
         limit = {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
         return EvalSettings(**{**{name: getattr(self, name) for name in names}, **limit, **changed})
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from freda import __version__
 from freda.decode.api import Model
 from freda.decode.config import DecodeConfig
-from freda.decode.request import Request, cut_at_stop
+from freda.decode.request import Request, accepted_in, cut_at_stop
 from freda.errors import require
 from freda.eval.config import EvalSettings
 from freda.eval.likelihood import choice_log_probs
@@ -100,11 +100,11 @@ def result_line(found: dict[str, Any]) -> str:
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
-def request_for(model: Model, prompt: Sequence[int], settings: DecodeConfig, stop: Sequence[str]) -> Request:
+def request_for(model: Model, prompt: Sequence[int], settings: EvalSettings, stop: Sequence[str]) -> Request:
     """A request with no more new tokens than the model has positions for after the prompt."""
     room = model.loaded.backbone.config.max_positions - len(prompt)
     fitted = replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, room)))
-    return Request(**_decoding(fitted), prompt=prompt, stop=tuple(stop))
+    return Request(**_decoding(fitted), prompt=prompt, stop=tuple(stop), method=settings.method or None)
 
 
 def _decoding(settings: DecodeConfig) -> dict[str, Any]:
@@ -114,7 +114,8 @@ def _decoding(settings: DecodeConfig) -> dict[str, Any]:
 def _asked(task: Task, settings: EvalSettings) -> dict[str, Any]:
     """The settings that the answers depend on, as results have them."""
     if not task.choices:
-        return {**_decoding(settings), "by": "generation"}
+        method = {"method": settings.method} if settings.method else {}
+        return {**_decoding(settings), **method, "by": "generation"}
     other = {} if settings.likelihood == "auto" else {"likelihood": settings.likelihood}
     return {"by": "likelihood", **other}
 
@@ -141,7 +142,7 @@ def _generate(model: Model, task: Task, examples: Sequence[Example], settings: E
     requests = [request_for(model, tokenizer.encode(one.prompt), settings, task.stops) for one in examples]
     for index, output in model.engine.completed(requests):
         text = cut_at_stop(tokenizer.decode(output.tokens), task.stops)
-        counts = {"tokens": len(output.tokens), "nfe": output.nfe}
+        counts = {"tokens": len(output.tokens), "nfe": output.nfe, "accepted": accepted_in([output.accepted])}
         yield index, {"output": text, **counts, "finish": output.finish, "error": output.error}
 
 
@@ -216,6 +217,7 @@ def _summary(samples: Sequence[Sample]) -> dict[str, Any]:
         "groups": {name: {"n": len(marks), "accuracy": sum(marks) / len(marks)} for name, marks in groups.items()},
         "nfe": nfe / n,
         "tpf": sum(sample["tokens"] for sample in samples) / max(1, nfe),
+        "accepted": accepted_in(sample.get("accepted", {}) for sample in samples),
         "seconds": round(sum(sample["seconds"] for sample in samples), 2),
         "finish": dict(finish),
     }

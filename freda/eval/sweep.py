@@ -27,6 +27,7 @@ from freda.eval.tasks.task import Example, Task, checksum
 from freda.eval.teacher_forcing import stability
 from freda.files import read_json, write_whole
 from freda.folders.model_folder import resolve_model_folder
+from freda.methods import method_named
 from freda.sections import to_dict
 
 
@@ -54,9 +55,9 @@ def run_sweep(
     points, stable, systems = list[Point](), list[dict[str, Any]](), dict[str, dict[str, Any]]()
     for name, number, path in ((n, i, path) for n, s in file.system.items() for i, path in enumerate(s.models)):
         model = load(path, device, dtype, max_batch=sweep.batch_size)
-        method, about = model.loaded.method, about_model(model.loaded)
+        about, method = about_model(model.loaded), method_named(file.system[name].method or None, model.loaded.method)
         decoding = Decoding(method.axes, method.refines, method.block_size)
-        kind = {"method": about["method"], "layout": about.get("layout", "paper"), **decoding._asdict()}
+        kind = {"method": method.name, "layout": about.get("layout", "paper"), **decoding._asdict()}
         known = systems.setdefault(name, {**kind, "models": []})
         for key, value in kind.items():
             two = f"system.{name} has models of two kinds, {key} {known[key]} and {value}"

@@ -260,11 +260,11 @@ class BestOfN(Refining):
         return found._replace(alpha=self.feedback_weight(found.alpha))
 
     def choose(
-        self, parts: Parts, state: DecodeState, candidates: Candidates, soft: Tensor | None
+        self, parts: Parts, state: DecodeState, candidates: Candidates, soft: Tensor | None, text: Prediction | None
     ) -> tuple[Tensor, Tensor]:
         """argmax of ℓ + τ·s, with Gumbel noise where the request asks for it."""
         if soft is None:
-            return super().choose(parts, state, candidates, soft)
+            return super().choose(parts, state, candidates, soft, text)
         rows, count, size = candidates.ids.shape
         assert parts.scorer is not None
         embedding = parts.backbone.embed_tokens(candidates.ids).flatten(0, 1)

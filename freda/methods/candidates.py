@@ -82,7 +82,7 @@ def sample(draft: Draft, probs: Tensor, search: Search, position: Tensor, *, wid
     asked = number < search.width[:, None]
     same = (ids[:, :, None] == ids[:, None]).all(-1) & asked[:, None]  # (N, C, C)
     first = asked & (same.int().argmax(-1) == number)
-    found = Candidates(ids, alpha, same.sum(-1).clamp_min(1).float().log(), first)
+    found = Candidates(ids, alpha, same.sum(-1).clamp_min(1).float().log(), first, torch.zeros_like(ids[..., 0]))
     order = (~first).int().argsort(dim=1, stable=True)
     row = torch.arange(len(ids), device=ids.device)[:, None]
     return Candidates(*(part[row, order] for part in found))
@@ -126,4 +126,4 @@ def marginal_cost_beam(top: Prediction, free: Tensor, *, width: int, swaps: Tens
     ids = torch.where(chosen, top.second_ids[:, None], top.ids[:, None])
     alpha = torch.where(chosen, top.second_prob[:, None], top.prob[:, None])
     log_prob = torch.where(free[:, None], alpha.clamp_min(1e-38).log(), 0.0).sum(-1)
-    return Candidates(ids, alpha, log_prob, kept.isfinite())
+    return Candidates(ids, alpha, log_prob, kept.isfinite(), torch.zeros_like(ids[..., 0]))

@@ -35,7 +35,7 @@ class Draft(NamedTuple):
     given: Tensor  # (N, B) bool: prompt tokens inside the block, never changed
     committed: Tensor  # (N, B) bool: positions the method is sure of after the last pass
     passes: Tensor  # (N,) int64: passes done
-    closed: Tensor  # (N,) bool: the block is final
+    closed: Tensor  # (N,) int64: tokens that are final, from the left; 0 while the block is open
 
 
 class Rules(NamedTuple):
@@ -81,6 +81,7 @@ class Candidates(NamedTuple):
     alpha: Tensor  # (N, C, B) fp32: weight against BLANK, the proposal's probability of each token
     log_prob: Tensor  # (N, C) fp32: ℓ, sum of log-probabilities over the free positions; if drawn, log of how often
     valid: Tensor  # (N, C) bool; the valid ones come first
+    ahead: Tensor  # (N, C) int64: tokens of the draft that are text for it: it begins so many places further right
 
 
 def start(ids: Tensor, given: Tensor, blank_id: int) -> Draft:
@@ -93,7 +94,7 @@ def start(ids: Tensor, given: Tensor, blank_id: int) -> Draft:
         given=given,
         committed=given,
         passes=torch.zeros_like(ids[:, 0]),
-        closed=torch.zeros_like(given[:, 0]),
+        closed=torch.zeros_like(ids[:, 0]),
     )
 
 
@@ -109,13 +110,13 @@ def advance(old: Draft, new: Prediction, committed: Tensor, rules: Rules) -> Dra
     stopped = (run & torch.isin(new.ids, rules.stop_ids) & ~old.given).any(-1)
     passes = old.passes + 1
     closed = committed.all(-1) | stopped | (passes >= rules.passes)
-    return merge(old.closed, old, Draft(*new, old.given, committed, passes, closed))
+    return merge(old.closed > 0, old, Draft(*new, old.given, committed, passes, closed * old.ids.shape[1]))
 
 
 def alone(ids: Tensor, alpha: Tensor) -> Candidates:
     """A draft (N, B) as its only candidate."""
     ones = torch.ones_like(ids[:, :1], dtype=torch.bool)
-    return Candidates(ids[:, None], alpha[:, None], torch.zeros_like(alpha[:, :1]), ones)
+    return Candidates(ids[:, None], alpha[:, None], torch.zeros_like(alpha[:, :1]), ones, torch.zeros_like(ids[:, :1]))
 
 
 def leftmost_run(confident: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class Geometry(NamedTuple):
     shift: int = 0  # 1: a slot predicts the next token
     causal: bool = False  # the context is causal
     drafts: bool = True  # False: there are no slots; a pass predicts behind the last committed token, as it stores it
+    checked: bool = False  # a pass also runs the draft as text, and keeps as much of it as this text predicts
 
     @property
     def context(self) -> int:

@@ -1,7 +1,7 @@
 """What a method is: a frozen value that owns its settings, its loss, its decoding rule, its arithmetic and its sweep.
 
 A method is a subclass of `Method` whose fields are the keys of the `[method]` section. Training calls `start_from`,
-`labels`, `loss`, `validate` and `flops`; decoding calls `candidates`, `choose`, `predict` and `update` around each
+`labels`, `loss`, `validate` and `flops`; decoding calls `candidates`, `choose`, `predict` and `settle` around each
 forward; a sweep varies the settings that `axes` names. Adding a method is a file in this folder and a line in
 `__init__`: nothing outside this folder asks which method it has.
 
@@ -31,12 +31,13 @@ from freda.methods.draft import (
     clean_half,
     draft_logits,
     likeliest,
+    merge,
     predict,
     soft_embedding,
     start,
 )
 from freda.methods.geometry import Counted, Geometry
-from freda.methods.state import DecodeState, Limits
+from freda.methods.state import DecodeState, Limits, Seen
 from freda.model.config import ModelConfig, head_parameters, layer_parameters
 from freda.model.head import Logits
 from freda.model.parts import Parts
@@ -87,6 +88,7 @@ class Method:
     axes: ClassVar[tuple[str, ...]] = ("passes", "threshold")  # settings of decoding that change what it writes
     refines: ClassVar[bool] = False  # may a later pass change a token? A sweep then measures how stable drafts are
     streams: ClassVar[int] = 2  # token streams with gradient for each clean token: the clean half and the draft
+    trains: ClassVar[bool] = True  # False: a rule that decodes models of other methods
 
     name: str = dataclasses.field(default="", init=False, metadata={"help": "which method"})
     block_size: int = knob(4, "tokens per block, B", stored=True)
@@ -104,7 +106,23 @@ class Method:
 
         name = values.get("name", "self-refine")
         require(name in METHODS, f"method.name is {name!r}; use one of {', '.join(METHODS)}")
+        trained = [known for known, kind in METHODS.items() if kind.trains]
+        odd = f"method.name is {name!r}, which decodes models of other methods and trains none"
+        require(name in trained, f"{odd}; use one of {', '.join(trained)}")
         return METHODS[name], {key: value for key, value in values.items() if key != "name"}
+
+    @classmethod
+    def like(cls, own: Method, given: Mapping[str, Any]) -> Self:
+        """This method for a model that was trained as `own`: with the stored settings that both have, and those `given`
+        in addition, which must not contradict them."""
+        keys = {key.name for key in dataclasses.fields(cls) if key.init}
+        stored = [key.name for key in dataclasses.fields(own) if key.metadata.get("stored")]
+        shared = {name: getattr(own, name) for name in stored if name in keys}
+        for name in given.keys() & shared.keys():
+            odd = f"method.{name} is {given[name]}, but the model was trained with {shared[name]}"
+            require(given[name] == shared[name], f"{odd}; omit it")
+        made: Self = build(cls, {**given, **shared}, "method.")
+        return made
 
     def stored(self) -> dict[str, Any]:
         """The settings that decoding must repeat, for the model folder, without those that are what a folder means that
@@ -210,11 +228,12 @@ class Method:
         return alone(*self.rows(state.draft))
 
     def choose(
-        self, parts: Parts, state: DecodeState, candidates: Candidates, soft: Tensor | None
+        self, parts: Parts, state: DecodeState, candidates: Candidates, soft: Tensor | None, text: Prediction | None
     ) -> tuple[Tensor, Tensor]:
         """The candidate that is kept (R,), and the scores of all (R, C): ℓ + τ·s, without noise.
 
-        `soft` (R, C·B, D) is the backbone's view of the candidates, where there are several.
+        `soft` (R, C·B, D) is the backbone's view of the candidates, where there are several; `text` (R, B) what drafts
+        predict that were run as text, where they are checked.
         """
         return torch.zeros_like(state.begin), candidates.log_prob
 
@@ -226,11 +245,15 @@ class Method:
         """The draft after a pass that gave `prediction`; branches on no value, so that a graph can capture it."""
         raise NotImplementedError
 
-    def after_pass(self, state: DecodeState, logits: Tensor, limits: Limits) -> DecodeState:
-        """The state after a pass, from the logits (R, B, V) of the chosen candidates."""
-        prediction = self.predict(logits, state.sampling if limits.samples else None, state.position)
+    def settle(self, state: DecodeState, prediction: Prediction, seen: Seen, blank_id: int) -> tuple[Draft, Draft]:
+        """The drafts after a pass, of which `closed` tokens are final, and those that the next pass goes on with: here
+        the same, or blank ones where a block has closed."""
         draft = self.update(state.draft, prediction, state.rules)
-        return state._replace(draft=draft, probs=logits.softmax(-1) if limits.draws else None)
+        return draft, merge(draft.closed == 0, draft, start(draft.ids, torch.zeros_like(draft.given), blank_id))
+
+    def checks(self, draft: Draft) -> Tensor:
+        """Which drafts the next pass runs as text, too, to be kept as far as it predicts them: (N,) bool."""
+        return torch.zeros_like(draft.closed, dtype=torch.bool)
 
     # -- drafts of packed rows ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from freda.decode.config import DecodeConfig
-from freda.methods.draft import Draft, Rules, Sampling, Search, start
+from freda.methods.draft import Candidates, Draft, Prediction, Rules, Sampling, Search, start
+from freda.methods.geometry import Geometry
 
 
 class DecodeState(NamedTuple):
@@ -34,6 +35,11 @@ class DecodeState(NamedTuple):
         """Positions of the drafts' tokens, (R, B)."""
         return self.begin[:, None] + torch.arange(self.draft.ids.shape[1], device=self.begin.device)
 
+    def shown(self, geometry: Geometry, found: Candidates) -> tuple[Tensor, Tensor]:
+        """What the slots of candidates show, ids and α, (R, C, B): each behind the last token that is text for it."""
+        text = torch.cat([self.known[:, None], self.draft.ids], dim=1)  # (R, 1 + B)
+        return geometry.shown(text.gather(1, found.ahead), found.ids, found.alpha)
+
     def rows(self, rows: Tensor | slice) -> DecodeState:
         """The state of the requests that `rows` names, in that order; of a slice, in the same memory."""
         return DecodeState(
@@ -45,6 +51,14 @@ class DecodeState(NamedTuple):
             Search(*(part[rows] for part in self.search)),
             None if self.probs is None else self.probs[rows],
         )
+
+
+class Seen(NamedTuple):
+    """What a forward has seen beside the prediction that goes on."""
+
+    candidates: Candidates
+    winner: Tensor  # (R,) int64: the candidate that goes on
+    text: Prediction | None  # (R, B) each: the choices of drafts that were run as text, where they are checked
 
 
 class Limits(NamedTuple):

@@ -290,9 +290,9 @@ __device__ void attend(Shared& own, const Args& args, int layer, int* done) {
             if (number != seat || number == 0) take_keys(number), take_values(number);
             attend_sixteen(found, sixteen, queries, [&](int query, int key) {
                 if (number) return (number - 1) * 16 + key < stored;
-                int t = (strip * 16 + query) / GROUP;
+                int t = min((strip * 16 + query) / GROUP, TOKENS - 1);
                 bool same = key / BLOCK == t / BLOCK && !(CAUSAL && t < BLOCK && key > t);
-                return key < TOKENS && (same || (key < BLOCK && t >= BLOCK && pending > 0));
+                return key < TOKENS && (same || key < args.behind[t / BLOCK]);
             });
         }
         int slot = (kv * SEATS + seat) * STRIPS + strip;

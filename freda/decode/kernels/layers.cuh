@@ -49,7 +49,7 @@ struct Args {
     const bf16 *qkv, *out, *gate_up, *down;             // (L, rows, columns)
     const bf16 *input_norms, *post_norms, *q_norms, *k_norms, *biases;
     bf16* pages;                                        // (L, 2, pages, KV, PAGE, WIDTH): of keys and of values
-    const int *table, *stored, *pending;                // of the request
+    const int *behind, *table, *stored, *pending;       // of the request's blocks, and of the request
     const float *cosine, *sine;                         // (M, WIDTH / 2)
     bf16 *x, *scaled;
     float* squares;                                     // (GRID, M)

@@ -19,14 +19,14 @@ from torch import Tensor
 from freda.decode.kernels import cuda
 from freda.decode.kernels.rowwise import Heads
 from freda.decode.kernels.skinny import Stream
-from freda.decode.pages import BlockTable, ForwardShape
+from freda.decode.pages import BlockPlaces, BlockTable, ForwardShape
 from freda.model.config import ModelConfig
 
 SOURCE = Path(__file__).with_suffix(".cu")
 MOST_TOKENS, LEAST_MEMORY = 8, 200_000  # bytes of shared memory: of a ring that hides how long an exchange takes
 WARPS, COMPUTING, PHASES, MOST_ROWS = 10, 8, 5, 32  # as the source has them; the last: of x, for a thread block
 WEIGHTS = ("qkv", "out", "gate_up", "down", "input_norms", "post_norms", "q_norms", "k_norms", "biases")
-TEXTS = ("pages", "table", "stored", "pending", "cosine", "sine")
+TEXTS = ("pages", "behind", "table", "stored", "pending", "cosine", "sine")
 BUFFERS = ("x", "scaled", "squares", "attended", "inner", "projected", "mixed", "lse", "done")
 POINTERS = (*WEIGHTS, *TEXTS, *BUFFERS)
 
@@ -113,6 +113,7 @@ def run(
     whole: Whole,
     weights: dict[str, Tensor | None],
     pages: Tensor,
+    blocks: BlockPlaces,
     texts: BlockTable,
     buffers: tuple[Stream, Tensor, Tensor, Tensor],
 ) -> None:
@@ -123,7 +124,7 @@ def run(
     """
     stream, rotary, attended, inner = buffers
     whole.done.zero_()
-    given = {**weights, "pages": pages, **texts._asdict(), "cosine": rotary[0], "sine": rotary[1]}
+    given = {**weights, "pages": pages, **blocks._asdict(), **texts._asdict(), "cosine": rotary[0], "sine": rotary[1]}
     given |= {**stream._asdict(), "attended": attended, "inner": inner, **whole._asdict()}
     pointers = [given[name] for name in POINTERS]
     args = Args(*(None if tensor is None else tensor.data_ptr() for tensor in pointers))

@@ -1,15 +1,15 @@
 """Attention of a few new tokens of each request over its pages: a commit, a draft, or several drafts side by side.
 
-A request brings a few new tokens (`ForwardShape`): a block to commit, or none, then drafts of the next block. All of
-them see the committed text in the pages; the drafts also see the block that is being committed, and each its own. The
-block that is being committed sees itself, in both directions or, where committed text is causal, backwards.
-`where` (R, J) names the place of every request's block among those of the forward, -1 where it is not in it; a dense
-forward has all blocks in order, and nobody asks. A program has a request, a head of keys and some of the query heads
-that share it, whose tokens are its rows; with few requests also a part of the text, and the last to come merges the
-parts (`_attend_parts`), with many the whole text (`_attend_whole`). It adds up the parts of q, k and v that the product
-before has left, norms and rotates them. One of those that have the new tokens also writes the committed block's keys
-and values into the pages. The grid depends on the number of requests alone, so one CUDA graph serves texts of all
-lengths. The plain twin is `transformer.Attention` over gathered pages.
+A request brings a few new tokens (`ForwardShape`): a block of text, or none, then drafts. All of them see the committed
+text in the pages; each draft also sees itself, and the tokens of the block of text that it stands behind. The block of
+text sees itself, in both directions or, where committed text is causal, backwards. `BlockPlaces` names the place of
+every request's block among those of the forward; a dense forward has all blocks in order, and nobody asks. A program
+has a request, a head of keys and some of the query heads that share it, whose tokens are its rows; with few requests
+also a part of the text, and the last to come merges the parts (`_attend_parts`), with many the whole text
+(`_attend_whole`). It adds up the parts of q, k and v that the product before has left, norms and rotates them. One of
+those that have the new tokens also writes the committed block's keys and values into the pages. The grid depends on the
+number of requests alone, so one CUDA graph serves texts of all lengths. The plain twin is `transformer.Attention` over
+gathered pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from freda.decode.kernels.rowwise import Heads
-from freda.decode.pages import BlockTable, ForwardShape
+from freda.decode.pages import BlockPlaces, BlockTable, ForwardShape
 
 STAGES = 3  # chunks of a text under way, where a program has the whole text
 MANY = 64  # requests times heads of keys, from which on there is a program for each, and texts are not cut into parts
@@ -81,11 +81,11 @@ def _query_rows(cut: Cut, shape: ForwardShape) -> int:
     return max(16 if cut.splits else 64, size)
 
 
-def rotary(where: Tensor, texts: BlockTable, inv_freq: Tensor, scratch: Scratch) -> None:
+def rotary(blocks: BlockPlaces, texts: BlockTable, inv_freq: Tensor, scratch: Scratch) -> None:
     """Cosine and sine of the rotary angles of all new tokens into the scratch."""
     shape = scratch.shape
     _rotary[(shape.rows, shape.blocks * shape.block)](
-        *(where, texts.stored, texts.pending, inv_freq, *scratch.rotary),
+        *(*blocks, texts.stored, inv_freq, *scratch.rotary),
         BLOCK=shape.block,
         BLOCKS=shape.blocks,
         DENSE=shape.dense,
@@ -97,7 +97,7 @@ def rotary(where: Tensor, texts: BlockTable, inv_freq: Tensor, scratch: Scratch)
 def attend(
     parts: Tensor,
     cache: tuple[Tensor, Tensor],
-    where: Tensor,
+    blocks: BlockPlaces,
     texts: BlockTable,
     heads: Heads,
     scratch: Scratch,
@@ -107,7 +107,7 @@ def attend(
     shape, cut = scratch.shape, scratch.cut
     norms = heads.q_norm if heads.q_norm is not None else parts, heads.k_norm if heads.k_norm is not None else parts
     bias = heads.bias if heads.bias is not None else parts
-    given = (parts, *cache, where, *texts, *norms, bias, *scratch.rotary, out)
+    given = (parts, *cache, *blocks, *texts, *norms, bias, *scratch.rotary, out)
     sizes = (shape.tokens, texts.table.stride(0), heads.eps)
     constants = {
         "BLOCK": shape.block,
@@ -147,12 +147,12 @@ def _spots(WHERE, request, token, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DEN
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotary(  # type: ignore[no-untyped-def]
-    WHERE, STORED, PENDING, FREQ, COS, SIN,
+    WHERE, BEHIND, STORED, FREQ, COS, SIN,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     request, token, c = tl.program_id(0), tl.program_id(1) + tl.arange(0, 1), tl.arange(0, HALF)[None, :]
     spot, real = _spots(WHERE, request, token, BLOCK, BLOCKS, DENSE)
-    further = tl.where(token < BLOCK, token, tl.load(PENDING + request) + token % BLOCK)
+    further = tl.load(BEHIND + request * BLOCKS + token // BLOCK) + token % BLOCK
     angle = (tl.load(STORED + request) + further).to(tl.float32)[:, None] * tl.load(FREQ + c)
     tl.store(COS + spot[:, None] * HALF + c, tl.cos(angle), mask=real[:, None])
     tl.store(SIN + spot[:, None] * HALF + c, tl.sin(angle), mask=real[:, None])
@@ -273,7 +273,7 @@ def with_more(scores, v, highest, total, mixed):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _new_tokens(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, WHERE, TABLE, PENDING, KNORM, BIASES, COS, SIN,
+    A, KEYS, VALUES, WHERE, BEHIND, TABLE, PENDING, KNORM, BIASES, COS, SIN,
     q1, q2, request, kv, token, real, stored, tokens, table_step, eps, writes,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
     KV: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
@@ -294,8 +294,9 @@ def _new_tokens(  # type: ignore[no-untyped-def]
     nv = _half(A, BIASES, spot, values_at, mine[:, None], tokens * WIDTH, PARTS, BIAS).to(KIND)
     n1, n2 = _turned(first, second, cos, sin, one, two, eps, KIND, HALF, NORM)
     same = token[:, None] // BLOCK == t[None, :] // BLOCK
-    seen = (same | (t < tl.where(pending > 0, BLOCK, 0))[None, :]) & mine[None, :]  # all see what is being committed
-    if CAUSAL:  # but itself only backwards
+    behind = tl.load(BEHIND + request * BLOCKS + token // BLOCK, mask=token < BLOCKS * BLOCK, other=0)
+    seen = (same | (t[None, :] < behind[:, None])) & mine[None, :]  # drafts see the new text that they stand behind
+    if CAUSAL:  # and this text itself only backwards
         seen = seen & ((t[None, :] <= token[:, None]) | (t >= BLOCK)[None, :])
     scores = (tl.dot(q1, tl.trans(n1), input_precision="ieee") + tl.dot(q2, tl.trans(n2), input_precision="ieee")) * (
         1.4426950408889634 / tl.sqrt(C * 1.0)
@@ -312,7 +313,8 @@ def _new_tokens(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_whole(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, WHERE, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, tokens, table_step, eps,
+    A, KEYS, VALUES, WHERE, BEHIND, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT,
+    tokens, table_step, eps,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
     SHARE: tl.constexpr,
     KV: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
@@ -327,8 +329,8 @@ def _attend_whole(  # type: ignore[no-untyped-def]
     stored = tl.load(STORED + request)
     q1, q2 = _queries(A, QNORM, BIASES, COS, SIN, spot, real, head, tokens, eps, WIDTH, HALF, PARTS, KIND, NORM, BIAS)
     scores, nv = _new_tokens(
-        A, KEYS, VALUES, WHERE, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, real, stored,
-        tokens, table_step, eps, tl.program_id(0) % (GROUP // SHARE) == 0,
+        A, KEYS, VALUES, WHERE, BEHIND, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, real,
+        stored, tokens, table_step, eps, tl.program_id(0) % (GROUP // SHARE) == 0,
         BLOCK, BLOCKS, DENSE, CAUSAL, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
     )  # fmt: skip
     highest = tl.max(scores, 1)
@@ -349,7 +351,7 @@ def _attend_whole(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_parts(  # type: ignore[no-untyped-def]
-    A, KEYS, VALUES, WHERE, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
+    A, KEYS, VALUES, WHERE, BEHIND, TABLE, STORED, PENDING, QNORM, KNORM, BIASES, COS, SIN, OUT, PART, LSE, COUNTS,
     tokens, table_step, eps,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, DENSE: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
     SHARE: tl.constexpr,
@@ -375,8 +377,8 @@ def _attend_parts(  # type: ignore[no-untyped-def]
             A, QNORM, BIASES, COS, SIN, spot, real, head, tokens, eps, WIDTH, HALF, PARTS, KIND, NORM, BIAS
         )
         scores, nv = _new_tokens(
-            A, KEYS, VALUES, WHERE, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, real, stored,
-            tokens, table_step, eps, team % (GROUP // SHARE) == 0,
+            A, KEYS, VALUES, WHERE, BEHIND, TABLE, PENDING, KNORM, BIASES, COS, SIN, q1, q2, request, kv, token, real,
+            stored, tokens, table_step, eps, team % (GROUP // SHARE) == 0,
             BLOCK, BLOCKS, DENSE, CAUSAL, GROUP, KV, HALF, PARTS, PAGE, BT, NORM, BIAS,
         )  # fmt: skip
         highest = tl.max(scores, 1)
