@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
+from freda.errors import require
 from freda.methods.draft import (
     Draft,
     Prediction,
@@ -43,6 +44,11 @@ class Autoregressive(Method):
     def geometry(self) -> Geometry:
         """One token, predicted after the last committed one."""
         return NEXT_TOKEN
+
+    def check_adapter(self, rows: str) -> None:
+        """There are no draft rows."""
+        odd = f"adapter.rows is {rows}, but autoregressive training has no drafts"
+        require(rows == "all", f'{odd}; use rows = "all", or a method with drafts')
 
     def labels(self, batch: Batch) -> Tensor:
         """Every token with a next one in its document, unless that is EOS fill (M1)."""

@@ -138,6 +138,9 @@ class Method:
         parts.scorer = None  # it judged the drafts of a backbone that is about to change
         return set()
 
+    def check_adapter(self, rows: str) -> None:
+        """Refuse to train an adapter on these rows."""
+
     def labels(self, batch: Batch) -> Tensor:
         """Which slots count in the loss, (R, L) bool: all that predict a token, the EOS fill too, to learn to close a
         block."""

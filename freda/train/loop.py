@@ -91,7 +91,8 @@ def train(
     ranks.agree(lambda: prepare_folder(run.config))
     write = ranks.agree(lambda: metrics_writer(run.config, folder, done) if ranks.first else lambda numbers: None)
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
-    saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), ranks, keep=config.train.keep)
+    about = About(run.tokenizer, run.method, "training", run.over)
+    saver = checkpoint.Saver(folder, about, ranks, keep=config.train.keep)
     with line.live, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
         return _run_steps(run, saver, done, line, stop, lambda numbers: ranks.agree(lambda: write(numbers)))
 
