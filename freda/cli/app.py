@@ -28,6 +28,7 @@ from freda.errors import AgreedError, FredaError
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 ModelPath = Annotated[Path, Argument(help="A model folder, a run folder, or the name of a bundled model.")]
+Adapter = Annotated[Path | None, Option(help="An adapter over the model: its folder, or that of its run.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, Option(help="Precision of the weights: float32, bfloat16, float16, or auto: bfloat16 on a GPU.")]
 Method = Annotated[str | None, Option(help="Decode with another method than the model's own; a wrong name lists them.")]

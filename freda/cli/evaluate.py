@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from freda.cli.app import Device, Dtype, Settings, app, decode_options
+from freda.cli.app import Adapter, Device, Dtype, Settings, app, decode_options
 from freda.errors import FredaError, note
 from freda.eval.config import EvalSettings
 
@@ -35,6 +35,7 @@ def evaluate_(
     limit: Annotated[int, Option(help="Only the first questions; 0 asks all.")] = 0,
     batch_size: Annotated[int, Option(help="Questions answered side by side.")] = 64,
     decode: EvalSettings = EvalSettings(max_new_tokens=1024),
+    adapter: Adapter = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     harness: Annotated[bool, Option("--harness", help="Let lm-evaluation-harness ask tasks of its own.")] = False,
@@ -63,7 +64,7 @@ def evaluate_(
         raise FredaError("name a model and a --task, or check the graders with --self-check")
     what: dict[str, Any] = {"tasks": task, "data": data or Path("benchmarks"), "out": out, "settings": decode}
     how: dict[str, Any] = {"limit": limit, "unpublished": unpublished, "batch_size": batch_size}
-    job = command.EvalJob(model=model, **what, **how, device=device, dtype=dtype)
+    job = command.EvalJob(model=model, adapter=adapter, **what, **how, device=device, dtype=dtype)
     (command.ask_by_harness if harness else command.evaluate_tasks)(job)
 
 

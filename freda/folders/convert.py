@@ -1,4 +1,4 @@
-"""Model folders from Hugging Face folders, from GGUF files, and from other model folders in another precision.
+"""Model folders from Hugging Face folders, GGUF files, other model folders in another precision, and merged adapters.
 
 A checkpoint of another project gets a row of the embedding table for BLANK (M4) and stays an autoregressive model until
 it is trained. No pickle is read and no code of a checkpoint is run.
@@ -14,8 +14,17 @@ import torch
 from freda.data.tokenizer import Tokenizer
 from freda.errors import require
 from freda.files import beside, located, read_json, write_json, written_beside
+from freda.folders.adapter_folder import load_with_adapter, read_adapter_config, resolve_adapter_folder
 from freda.folders.gguf import read_gguf
-from freda.folders.hugging_face import EMBEDDING, Checkpoint, dtype_name, family_of, read_folder, with_room_for_blank
+from freda.folders.hugging_face import (
+    EMBEDDING,
+    Checkpoint,
+    dtype_name,
+    family_of,
+    hugging_face_name,
+    read_folder,
+    with_room_for_blank,
+)
 from freda.folders.model_folder import SCORER_FILE, About, load_model, resolve_model_folder, write_files
 from freda.folders.tensors import packed, read_safetensors, save_tensors, weight_files
 from freda.methods.autoregressive import Autoregressive
@@ -26,8 +35,15 @@ PRECISIONS = (*DTYPES, INT8)
 BLOCK_SIZE = 4  # of a checkpoint that does not know blocks yet
 
 
-def convert(source: Path, target: Path, *, block_size: int | None = None, dtype: str | None = None) -> dict[str, Any]:
-    """Write `source` as a model folder and return a summary.
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    block_size: int | None = None,
+    dtype: str | None = None,
+    adapter: Path | None = None,
+) -> dict[str, Any]:
+    """Write `source` as a model folder, with an `adapter` on all rows merged into it, and return a summary.
 
     The source is a Hugging Face folder, a GGUF file, or a model or run folder of freda, which is copied. `dtype` is one
     of `PRECISIONS`; without it weights keep theirs, but for those of a quantised GGUF file, which become bfloat16.
@@ -39,7 +55,11 @@ def convert(source: Path, target: Path, *, block_size: int | None = None, dtype:
     with written_beside(target) as temporary, located(place):
         config = {} if gguf else read_json(place / "config.json")
         own = config.get("freda")
-        if isinstance(own, dict):
+        if adapter is not None:
+            require(block_size is None, f"block_size is {block_size}, but an adapter has its own; omit it")
+            dtype = dtype or (own or {}).get("stored_as")
+            summary = _merge(place, config, adapter, temporary, cast)
+        elif isinstance(own, dict):
             require(block_size is None, f"block_size is {block_size}, but a freda model keeps its own; omit it")
             dtype = dtype or own.get("stored_as")
             summary = _copy(place, config, temporary, cast)
@@ -80,6 +100,21 @@ def _copy(folder: Path, config: dict[str, Any], target: Path, cast: torch.dtype 
     Tokenizer.load(folder).save(target)
     described = {"architecture": config["architectures"][0], "parameters": parameters, "dtype": config["dtype"]}
     return {**described, "method": config["freda"]["method"], "stage": stage}
+
+
+def _merge(
+    folder: Path, config: dict[str, Any], adapter: Path, target: Path, cast: torch.dtype | None
+) -> dict[str, Any]:
+    """Write a base with an adapter on all rows merged into its weights; `cast` changes the precision."""
+    odd = f"{adapter} acts on draft rows only, and cannot be merged into weights that all rows share"
+    rows = read_adapter_config(resolve_adapter_folder(adapter))[0].rows
+    require(rows == "all", f"{odd}; use it with --adapter")
+    stored = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    loaded = load_with_adapter(folder, adapter, "cpu", cast or stored)
+    tensors = {hugging_face_name(name): tensor for name, tensor in loaded.backbone.state_dict().items()}
+    write_files(target, loaded.backbone.config, tensors, About(loaded.tokenizer, loaded.method, loaded.stage))
+    described = {"architecture": family_of(loaded.backbone.config).architecture, "dtype": dtype_name(tensors)}
+    return {**described, "method": loaded.method.name, "stage": loaded.stage}
 
 
 def _store_as_int8(folder: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Autoregressive(Method):
 
     def work(self, one: Work, passes: int) -> float:
         """One forward of the clean half and its backward."""
-        return 3 * (one.layers + one.clean + one.head)
+        return one.clean_step + one.learnt * one.head
 
     def rows(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """Nothing is drafted; the one position is blank until it is chosen."""

@@ -134,4 +134,5 @@ class DraftLoss(BlockMethod):
 
     def work(self, one: Work, passes: int) -> float:
         """As usual, and the heads of the clean half: with gradient to learn, without to teach."""
-        return super().work(one, passes) + one.head * (3 * bool(self.ar_weight) + (self.teacher == "clean"))
+        heads = one.learnt * bool(self.ar_weight) + (self.teacher == "clean")
+        return super().work(one, passes) + one.head * heads

@@ -220,7 +220,7 @@ def _shared_counts(run: Run, step: int, read: list[Batch], waited: float) -> tup
     kinds = len(own[0])
     counts = [sum(numbers[kind::kinds]) for kind in range(kinds)]
     flops = [
-        method.flops(run.config.model, method.geometry.size_of(batch), passes)
+        method.flops(run.config.model, method.geometry.size_of(batch), passes, run.config.adapter)
         for batch, passes in zip(read, _passes(run, step), strict=True)
     ]
     return numbers[::kinds], counts, sum(flops), max(row[-1] for row in told) / 1e9
