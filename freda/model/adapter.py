@@ -7,6 +7,7 @@ every forward knows from its mask; the Transformer passes it on, and `LowRank` i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -54,8 +55,7 @@ def random_weights(backbone: Transformer, seed: int) -> Iterator[tuple[str, Tens
 
 def _linear_layers(backbone: Transformer) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """The linear layers that an adapter may change, each with the module that holds it and its name there."""
-    for layer in backbone.layers:
-        for holder in layer.children():
-            for name in TARGETS:
-                if isinstance(found := getattr(holder, name, None), nn.Linear):
-                    yield holder, name, found
+    holders = [holder for layer in backbone.layers for holder in layer.children()]
+    for holder, name in itertools.product(holders, TARGETS):
+        if isinstance(found := getattr(holder, name, None), nn.Linear):
+            yield holder, name, found
