@@ -149,6 +149,8 @@ def test_a_base_that_has_changed_is_not_resumed_over(shards: Path, base: Path, t
 
 def test_bfloat16_copies_of_an_adapter_learn(shards: Path, base: Path, tmp_path: Path) -> None:
     wide, short = (loop.setup(adapter_run(shards, base, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    table, blank = short.parts.backbone.embed_tokens.weight, short.parts.backbone.blank
+    assert blank is not None and torch.equal(blank[0], table[short.tokenizer.blank_id]), "it begins as in the base"
     for step in range(2):
         numbers = [loop.take_step(one, step) for one in (wide, short)]
         assert numbers[1]["loss"] == pytest.approx(numbers[0]["loss"], rel=5e-3)

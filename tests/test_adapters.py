@@ -20,12 +20,13 @@ from freda.folders.model_folder import LoadedModel
 from freda.methods.draft import clean_half, soft_embedding
 from freda.methods.method import Step
 from freda.methods.self_refine import SelfRefine
+from freda.model import transformer
 from freda.model.adapter import merge
 from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
 from freda.model.config import TARGETS, AdapterConfig, adapter_parameters
 from freda.model.low_rank import LowRank
 from freda.model.parts import ADAPTER, Parts
-from freda.model.transformer import Forward, KeysValues
+from freda.model.transformer import Attention, Forward, KeysValues
 from tests.helpers import BLANK, Letters, alone, method, mixed_settings, packed_batch, random_prompts, tiny_model
 
 SHIFTED = SelfRefine(layout="shifted")
@@ -186,6 +187,8 @@ def test_teacher_forced_drafts_go_through_the_adapter(batch: Batch) -> None:
 
     changed, plain = made(adapted(DRAFT)), made(Parts(tiny_model()))
     assert all((a != b).float().mean() > 0.3 for a, b in zip(changed, plain, strict=True))
+    alone = SHIFTED.teacher_forced(adapted(DRAFT), batch, given, 2)
+    assert all(torch.equal(a, b) for a, b in zip(changed, alone, strict=True)), "candidates are drafts, too"
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -255,3 +258,18 @@ def test_rows_of_one_document_have_the_same_drafts() -> None:
     dense = loss_of(parts, SHIFTED, whole)
     parts.backbone.backend = "staircase"
     torch.testing.assert_close(loss_of(parts, SHIFTED, whole), dense, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_queries_keys_and_values_in_one_product_are_changed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over many tokens on a GPU they are projected together, with an adapter and without: text stays the base's."""
+    parts = adapted(DRAFT)
+    attention, x = parts.backbone.layers[0].get_submodule("self_attn"), torch.randn(2, 6, 32)
+    drafts = torch.arange(6).expand(2, -1) > 2
+    assert isinstance(attention, Attention)
+    apart = attention._project(x, drafts)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(transformer, "ONE_PRODUCT", 1)
+    monkeypatch.setattr(LowRank, "forward", None)
+    for one, other in zip(apart, attention._project(x, drafts), strict=True):
+        torch.testing.assert_close(one, other)

@@ -140,12 +140,14 @@ def read_adapter_config(folder: Path) -> tuple[AdapterConfig, dict[str, Any]]:
     values = read_json(folder / ADAPTER_CONFIG)
     section: Any = values.get("freda")
     require(isinstance(section, dict), "the adapter was not trained by freda, so it does not know how to draft")
-    rule = section.get("vocabulary")
+    missing = next((key for key in ("vocabulary", "tokenizer", "base", "rows") if key not in section), None)
+    require(missing is None, f"the freda section of {ADAPTER_CONFIG} has no {missing}; write the adapter again")
+    rule = section["vocabulary"]
     require(rule == VOCABULARY, f"the adapter predicts the ids {rule!r}; this version knows {VOCABULARY!r}")
     keys = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
     missing = next((key for key in keys.values() if key not in values), None)
     require(missing is None, f"{ADAPTER_CONFIG} has no {missing}; write the adapter again")
-    given = {own: values[key] for own, key in keys.items()} | {"rows": section.get("rows")}
+    given = {own: values[key] for own, key in keys.items()} | {"rows": section["rows"]}
     return build(AdapterConfig, given, "adapter."), section
 
 

@@ -27,7 +27,10 @@ class LowRank(nn.Linear):
 
     def forward(self, x: Tensor, drafts: Drafts = False) -> Tensor:
         """x (R, T, in) to (R, T, out); `drafts` says which of the tokens are draft slots."""
-        out = F.linear(x, self.weight, self.bias)
+        return self.changed(F.linear(x, self.weight, self.bias), x, drafts)
+
+    def changed(self, out: Tensor, x: Tensor, drafts: Drafts) -> Tensor:
+        """What becomes of W x, `out`."""
         if drafts is False and not self.all_rows:
             return out
         changed: Tensor = out + self.scale * self.lora_B(self.lora_A(x))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from freda.model.attention import Backend, Drafts, Mask, Seen, attend
 from freda.model.config import ModelConfig
 from freda.model.head import Logits, aligned
-from freda.model.low_rank import project
+from freda.model.low_rank import LowRank, project
 
 ONE_PRODUCT = 1024  # tokens from which queries, keys and values are projected together
 
@@ -86,16 +86,17 @@ class Attention(nn.Module):
         """Queries, keys and values of x (R, T, D), before their norms.
 
         Over many tokens on a GPU in one product: one with a grouped key's or value's matrix alone is too narrow and
-        runs at half the rate. Over few, copying the matrices side by side would cost more than it gains. A wrapped
-        layer (an adapter, for instance) is always called as the module it is.
+        runs at half the rate. Over few, copying the matrices side by side would cost more than it gains. An adapter
+        changes what comes out; any other wrapped layer is called as the module it is.
         """
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        plain = all(type(part) is nn.Linear for part in parts)
-        if not plain or not x.is_cuda or x.shape[0] * x.shape[1] < ONE_PRODUCT:
+        known = all(type(part) in (nn.Linear, LowRank) for part in parts)
+        if not known or not x.is_cuda or x.shape[0] * x.shape[1] < ONE_PRODUCT:
             return [project(part, x, drafts) for part in parts]
         bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
         together = F.linear(x, torch.cat([part.weight for part in parts]), bias)
-        return torch.split(together, [part.out_features for part in parts], dim=-1)
+        found = zip(parts, torch.split(together, [part.out_features for part in parts], dim=-1), strict=True)
+        return [part.changed(out, x, drafts) if isinstance(part, LowRank) else out for part, out in found]
 
 
 class FeedForward(nn.Module):
