@@ -11,7 +11,7 @@ from freda.decode.config import DecodeConfig, EngineConfig
 from freda.eval.config import SweepFile
 from freda.methods import METHODS
 from freda.methods.method import Method
-from freda.sections import NAMED, toml_value
+from freda.sections import NAMED, section_kind, toml_value
 from freda.train.config import RunConfig
 
 PAGE = Path(__file__).parent / "config.md"
@@ -39,7 +39,7 @@ def reference_lines(kind: type) -> list[str]:
     """Documentation in Markdown: for every section of a dataclass its docstring and a table of its keys."""
     lines = []
     for name, hint in typing.get_type_hints(kind).items():
-        section = typing.get_args(hint)[1] if name in NAMED else hint
+        section = typing.get_args(hint)[1] if name in NAMED else section_kind(hint)
         methods = [(name, kind) for name, kind in METHODS.items() if kind.trains]
         for title, one in methods if section is Method else [("", section)]:
             named = f'`[method]` with `name = "{title}"`: ' if title else ""

@@ -17,8 +17,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-def load(path: Any, device: str = "auto", dtype: str = "auto", **engine: Any) -> Model:
-    """A model or run folder, ready to generate; see `freda.decode.api`."""
+def load(path: Any, device: str = "auto", dtype: str = "auto", *, adapter: Any = None, **engine: Any) -> Model:
+    """A model or run folder, or an adapter over one, ready to generate; see `freda.decode.api`."""
     from freda.decode.api import load as load_model  # torch is loaded when it is needed, not with the package
 
-    return load_model(path, device, dtype, **engine)
+    return load_model(path, device, dtype, adapter=adapter, **engine)

@@ -12,9 +12,20 @@ from freda.data.shards import Documents, Manifest, shard_lines
 from freda.data.shards import verify as verify_shards
 from freda.data.tokenizer import Tokenizer
 from freda.errors import missing_package, require
-from freda.files import read_json
+from freda.files import located, read_json
+from freda.folders.adapter_folder import read_adapter_config, resolve_adapter_folder
 from freda.folders.hugging_face import family_of
-from freda.folders.model_folder import load_model, missing_model, model_path, resolve_model_folder
+from freda.folders.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    load_model,
+    method_of,
+    missing_model,
+    model_path,
+    newest_checkpoint,
+    resolve_model_folder,
+)
+from freda.folders.tensors import read_safetensors
 from freda.methods.blocks import described
 from freda.train.metrics import read_metrics
 
@@ -41,7 +52,23 @@ def describe(
     return _run(path) if (path / "config.toml").is_file() else _model(path)
 
 
+def _adapter(path: Path) -> str:
+    folder = resolve_adapter_folder(path)
+    with located(folder):
+        config, section = read_adapter_config(folder)
+        method, base = method_of(section), read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    tensors = read_safetensors([folder / ADAPTER_FILE], "meta")
+    blank, layout = section["blank_token_id"], described(method.geometry)
+    count, shape = sum(tensor.numel() for tensor in tensors.values()), section["base"]["shape"]
+    return f"""adapter {path}
+  rank {config.rank} on {", ".join(config.targets)}, {config.rows} rows, {count:,} parameters
+  over {base}: {shape["layers"]} layers of width {shape["dim"]}
+  method {method.name}, blocks of {method.block_size} in {layout}, BLANK is id {blank}"""
+
+
 def _model(path: Path) -> str:
+    if ((newest_checkpoint(path) or path) / ADAPTER_CONFIG).is_file():
+        return _adapter(path)
     loaded = load_model(path, "meta")  # the values are not needed
     shape, method = loaded.backbone.config, loaded.method
     count = sum(weight.numel() for weight in loaded.parts.parameters())

@@ -103,7 +103,7 @@ def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
         raise FredaError(f"unknown {section} '{where}{key}'; {guess}")
     arguments = {}
     for key, value in values.items():
-        hint, name = hints[key], f"{where}{key}"
+        hint, name = section_kind(hints[key]), f"{where}{key}"
         if dataclasses.is_dataclass(hint):
             arguments[key] = _section(typing.cast(type, hint), value, name)
         elif not where and key in NAMED:
@@ -116,6 +116,12 @@ def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
         else:
             arguments[key] = _checked(hint, value, name)
     return kind(**arguments)
+
+
+def section_kind(hint: Any) -> Any:
+    """The dataclass of a section that may be missing (`X | None`); any other type as it is."""
+    kinds = [kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind)]
+    return kinds[0] if type(None) in typing.get_args(hint) and kinds else hint
 
 
 def _section(kind: type, values: Any, name: str) -> Any:

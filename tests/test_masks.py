@@ -50,7 +50,7 @@ def test_every_row_sees_itself() -> None:
 
 def test_flex_mask_equals_dense_mask() -> None:
     tokens = dual_stream()
-    flex = make_mask(tokens, tokens, "flex")
+    flex = make_mask(tokens, tokens, "flex").seen
     rows, length = tokens.document.shape
     row, q, k = torch.meshgrid(torch.arange(rows), torch.arange(length), torch.arange(length), indexing="ij")
     assert not isinstance(flex, torch.Tensor)

@@ -23,11 +23,11 @@ from freda.data.config import CorpusConfig
 from freda.data.loader import Batch
 from freda.data.prepare import prepare_corpus
 from freda.errors import AgreedError, FredaError
-from freda.folders.model_folder import load_model
+from freda.folders.adapter_folder import load_with_adapter
 from freda.methods.best_of_n import BestOfN
 from freda.methods.method import Step
 from freda.methods.self_refine import SelfRefine
-from freda.model.config import ModelConfig
+from freda.model.config import AdapterConfig, ModelConfig
 from freda.model.parts import Parts
 from freda.train import checkpoint, loop
 from freda.train import config as configs
@@ -35,30 +35,32 @@ from freda.train.config import DataConfig, RunConfig, TrainConfig
 from freda.train.parallel import Ranks
 from tests.helpers import freda_on_ranks, method, run_ranks
 
-METHODS = ("autoregressive", "block-diffusion", "self-refine", "shifted")
+METHODS = ("autoregressive", "block-diffusion", "self-refine", "shifted", "adapter-draft", "adapter-all")
 METHODS += ("best-of-n", "best-of-n-layer", "best-of-n-beam")
 TOLERANCE = {"rel": 5e-6, "abs": 5e-6}  # fp32 sums in another order, through four steps; seen: 1e-6
 STEPS = 4
 
 
 def config(folder: Path, name: str, **train: object) -> RunConfig:
-    """A run of a method; the scorer's start from the base that the tests have made."""
-    scores = name.startswith("best-of-n")
+    """A run of a method; scorers and adapters start from the base that the tests have made."""
+    scores, adapter = name.startswith("best-of-n"), name.partition("adapter-")[2]
     shape = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_dim=48, tied=name != "block-diffusion")
     settings: dict[str, Any] = {"steps": STEPS, "batch_rows": 8, "group_rows": 4, "lr": 1e-3, "warmup_steps": 2}
     settings |= {"log_every": 1, "save_every": 2, "validate_every": STEPS, "validation_rows": 5, "keep": 3, "clip": 0.5}
     settings |= {"lr": 3e-3} if scores else {}  # a scorer starts by preferring nothing, and learns slowly
     beam = name.endswith("beam")
     base = str(folder / ("less-raw" if beam else "base"))
-    settings |= {"reshard": name != "autoregressive", "init": base if scores else ""}
+    settings |= {"reshard": name != "autoregressive", "init": base if scores or adapter else ""}
     more = {"negatives": "beam", "num_negatives": 15} if beam else {}
     more |= {"scorer_layer": name.endswith("layer")} if scores else {}
     more |= {"layout": "shifted", "ar_weight": 0.5, "teacher": "clean"} if name == "shifted" else {}
+    rule = "best-of-n" if scores else "self-refine" if adapter or name == "shifted" else name
     return RunConfig(
-        model=ModelConfig() if scores else shape,
+        model=ModelConfig() if scores or adapter else shape,
         data=DataConfig(path=str(folder / "data"), seq_len=64),
-        method=method("best-of-n" if scores else "self-refine" if name == "shifted" else name, **more),
+        method=method(rule, **more),
         train=TrainConfig(**{**settings, **train}),  # type: ignore[arg-type]
+        adapter=AdapterConfig(rank=3, rows=adapter) if adapter else None,  # type: ignore[arg-type]
     )
 
 
@@ -81,7 +83,10 @@ def assert_same_run(one: Path, two: Path) -> None:
             assert (key in line) == (key in other)
             if key in line:
                 assert other[key] == pytest.approx(line[key], **TOLERANCE), (line["step"], key)
-    left, right = (load_model(run).backbone.state_dict() for run in (one, two))
+    init = configs.load(one / "config.toml").train.init
+    adapter = (one / "checkpoints" / f"step-{STEPS}" / "adapter_config.json").is_file()
+    base = [(Path(init), run) if adapter else (run, None) for run in (one, two)]
+    left, right = (load_with_adapter(*folders).backbone.state_dict() for folders in base)
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         if name == "scorer.mlp.2.bias":
@@ -105,7 +110,7 @@ def cut(run: Path, target: Path, step: int) -> Path:
 def train_everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
     for name in METHODS:
         loop.train(config(folder, name), folder / "two" / name, ranks=ranks)
-    for name in ("self-refine", "best-of-n-layer"):
+    for name in ("self-refine", "best-of-n-layer", "adapter-draft"):
         begun = folder / "one-two" / name
         loop.train(loop.resume_run(begun), begun, resume=True, ranks=ranks)
     loop.train(config(folder, "self-refine", dtype="bfloat16"), folder / "two" / "bfloat16", ranks=ranks)
@@ -226,7 +231,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     loop.train(config(folder, "self-refine", steps=40, lr=3e-3, save_every=0, validate_every=0), folder / "less-raw")
     for name in METHODS:
         loop.train(config(folder, name), folder / "one" / name)
-    for name in ("self-refine", "best-of-n-layer"):
+    for name in ("self-refine", "best-of-n-layer", "adapter-draft"):
         cut(folder / "one" / name, folder / "one-two" / name, 2)
     damaged = cut(folder / "one" / "self-refine", folder / "damaged", 4)
     file = next((damaged / "checkpoints" / "step-4" / "optimizer").iterdir())
@@ -268,7 +273,7 @@ def test_rows_of_one_document_in_two_processes(folder: Path, said: object) -> No
     assert_same_run(folder / "one" / "staircase", folder / "two" / "staircase")
 
 
-@pytest.mark.parametrize("name", ["self-refine", "best-of-n-layer"])
+@pytest.mark.parametrize("name", ["self-refine", "best-of-n-layer", "adapter-draft"])
 def test_a_run_goes_on_with_another_number_of_processes(name: str, folder: Path, said: object) -> None:
     assert_same_run(folder / "one" / name, folder / "one-two" / name)
     back = cut(folder / "two" / name, folder / "two-one" / name, 2)

@@ -16,7 +16,7 @@ from freda.cli import run
 from freda.errors import FredaError
 from freda.methods.geometry import Counted, Geometry
 from freda.model.attention import clean_tokens, concat, dense, draft_tokens
-from freda.model.config import all_parameters, head_parameters, layer_parameters
+from freda.model.config import AdapterConfig, adapter_parameters, all_parameters, head_parameters, layer_parameters
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.shapes import SHAPES
@@ -67,6 +67,23 @@ def test_operations_of_a_step() -> None:
     assert method("block-diffusion").flops(shape, size, 3) == one
     scorer = method("best-of-n", num_negatives=4).flops(shape, size, 1)
     assert scorer < 7.1 * forward, "no backward through the backbone"
+
+
+def test_operations_and_memory_of_an_adapter() -> None:
+    """Frozen weights have no gradient of their own, and with draft rows the clean half has none at all."""
+    shape, tokens, size = SHAPES["qwen3-4b"], 4096, Geometry(4).size([4096])
+    layers, head = 2 * 3.6335e9 * tokens, 2 * 0.38896e9 * tokens
+    pairs = 4 * 36 * 32 * 128 * size.draft_pairs
+    draft, every = AdapterConfig(rank=32), AdapterConfig(rank=32, rows="all")
+    found = [method().flops(shape, size, 1, adapter) for adapter in (draft, every)]
+    assert found[0] == pytest.approx((1 + 2) * layers + 2 * head + (1 + 2) * pairs, rel=1e-4)
+    assert found[1] == pytest.approx(2 * 2 * layers + 2 * head + 2 * 3 * pairs, rel=1e-4)
+    alone = method("autoregressive").flops(shape, size, 1, every)
+    assert alone == pytest.approx(2 * (layers + head) + 3 * pairs, rel=1e-4)
+    train = TrainConfig(batch_rows=8, group_rows=8, dtype="float32", init="base")
+    whole, half, both = (memory(RunConfig(train=train, adapter=adapter), shape, 1) for adapter in (None, draft, every))
+    assert half["states"] == both["states"] == 4 * all_parameters(shape) + 16 * adapter_parameters(shape, draft)
+    assert 2 * half["activations"] == both["activations"] == whole["activations"]
 
 
 def test_the_recipes_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:

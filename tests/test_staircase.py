@@ -121,17 +121,18 @@ def test_losses_of_whole_rows_are_those_of_the_mask(name: str) -> None:
 def test_which_rows_are_staircases() -> None:
     model = tiny_model(head_dim=64)
     whole, packed = packed_batch([[64], [40]])._replace(one_document=True), packed_batch([[32, 32], [40]])
-    assert not isinstance(clean_mask(model, whole, Geometry(4)), Staircase)  # nobody asked for it
+    assert not isinstance(clean_mask(model, whole, Geometry(4)).seen, Staircase)  # nobody asked for it
     model.backend = "staircase"
-    assert clean_mask(model, whole, Geometry(4)) == Staircase(4, draft=False)
-    assert draft_mask(model, whole, Geometry(4)) == Staircase(4, draft=True)
+    assert clean_mask(model, whole, Geometry(4)).seen == Staircase(4, draft=False)
+    assert draft_mask(model, whole, Geometry(4)).seen == Staircase(4, draft=True)
     shifted = Geometry(4, shift=1, causal=True)  # the plain causal kernel, and drafts as ever
-    assert clean_mask(model, whole, shifted) == Staircase(1, draft=False)
-    assert draft_mask(model, whole, shifted) == Staircase(4, draft=True)
+    assert clean_mask(model, whole, shifted).seen == Staircase(1, draft=False)
+    assert draft_mask(model, whole, shifted).seen == Staircase(4, draft=True)
     for mask in (clean_mask(model, packed, Geometry(4)), draft_mask(model, packed, Geometry(4))):
-        assert isinstance(mask, Tensor), "dense, which has a backward on a CPU"
-    assert not isinstance(draft_mask(model, packed_batch([[8]])._replace(one_document=True), Geometry(8)), Staircase)
-    assert not isinstance(clean_mask(model, whole, Geometry(12)), Staircase)
+        assert isinstance(mask.seen, Tensor), "dense, which has a backward on a CPU"
+    short = packed_batch([[8]])._replace(one_document=True)
+    assert not isinstance(draft_mask(model, short, Geometry(8)).seen, Staircase)
+    assert not isinstance(clean_mask(model, whole, Geometry(12)).seen, Staircase)
 
 
 @pytest.mark.parametrize(

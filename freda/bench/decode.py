@@ -24,8 +24,9 @@ from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
 from freda.decode.request import Request, accepted_in
-from freda.errors import note
-from freda.folders.model_folder import LoadedModel, load_model
+from freda.errors import note, require
+from freda.folders.adapter_folder import load_with_adapter
+from freda.folders.model_folder import LoadedModel
 from freda.methods import method_like, method_named
 from freda.methods.method import Method
 from freda.model.config import ModelConfig, layer_parameters
@@ -73,19 +74,26 @@ class NoText(Tokenizer):
         return ""
 
 
+class Measured(NamedTuple):
+    """What is measured: a shape with random weights or a model folder, maybe with an adapter; and where."""
+
+    model: str
+    adapter: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+
+
 def bench_decode(
-    model: str,
+    what: Measured,
     sizes: Sequence[Case],
     engine: EngineConfig = EngineConfig(),
     *,
     compare: bool = False,
     profile: bool = False,
-    device: str = "auto",
-    dtype: str = "auto",
 ) -> dict[str, Any]:
-    """Measure a shape or a model folder in cases of one method, passes and threshold; returns what the table shows."""
+    """Measure a model in cases of one method, passes and threshold; returns what the table shows."""
     first = sizes[0]
-    loaded, limits, about_run = opened(model, first.method, device, dtype)
+    loaded, limits, about_run = opened(what, first.method)
     methods = dict.fromkeys([first.method, *["autoregressive"] * compare])
     cases = [replace(case, method=name) for name in methods for case in sizes]
     rows = [_measured(loaded, case, limits, engine, profile=profile) for case in cases]
@@ -101,16 +109,17 @@ def bench_decode(
     }
 
 
-def opened(model: str, method: str, device: str, dtype: str) -> tuple[LoadedModel, Limits, dict[str, Any]]:
-    """A shape or a model folder, the rates of the device, and what a report says about both."""
-    place = pick_device(device)
-    precision = pick_dtype(dtype, place)
-    loaded = _model(model, place, precision, method_like(method))
+def opened(what: Measured, method: str) -> tuple[LoadedModel, Limits, dict[str, Any]]:
+    """A model, the rates of the device, and what a report says about both."""
+    place = pick_device(what.device)
+    precision = pick_dtype(what.dtype, place)
+    loaded = _model(what, place, precision, method_like(method))
     limits = Limits(copy_rate(place), matmul_rate(place, precision))
     note(f"copy {limits.copy / 1e12:.3f} TB/s, matmul {limits.matmul / 1e12:.1f} TFLOP/s")
     about_run = {
         **about(place),
-        "model": model,
+        "model": what.model,
+        **({} if what.adapter is None else {"adapter": str(what.adapter)}),
         "dtype": str(precision).removeprefix("torch."),
         "parameters": sum(weight.numel() for weight in loaded.backbone.parameters()),
         "copy_tb": limits.copy / 1e12,
@@ -119,11 +128,13 @@ def opened(model: str, method: str, device: str, dtype: str) -> tuple[LoadedMode
     return loaded, limits, about_run
 
 
-def _model(name: str, device: torch.device, dtype: torch.dtype, method: Method) -> LoadedModel:
+def _model(what: Measured, device: torch.device, dtype: torch.dtype, method: Method) -> LoadedModel:
     """A model folder, or random weights in a shape, with the parts that the method needs."""
-    if name not in SHAPES:
-        return load_model(Path(name), device, dtype)._replace(tokenizer=NoText())
-    parts = random_parts(SHAPES[name], method, device, dtype)
+    if what.model not in SHAPES:
+        return load_with_adapter(Path(what.model), what.adapter, device, dtype)._replace(tokenizer=NoText())
+    shapeless = f"--adapter {what.adapter} needs a model folder, but {what.model} is a shape with random weights"
+    require(what.adapter is None, f"{shapeless}; name the adapter's base")
+    parts = random_parts(SHAPES[what.model], method, device, dtype)
     return LoadedModel(parts, NoText(), method, "bench")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from freda.bench.decode import Case, cell, engine_name, forget, heading, opened, random_requests
+from freda.bench.decode import Case, Measured, cell, engine_name, forget, heading, opened, random_requests
 from freda.bench.rates import now
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
@@ -66,12 +66,10 @@ def arrival_times(count: int, rate: float) -> list[float]:
     return list(itertools.accumulate(draw.expovariate(rate) for _ in range(count)))
 
 
-def bench_traffic(
-    model: str, loads: list[Traffic], engine: EngineConfig, *, compare: bool, device: str, dtype: str
-) -> dict[str, Any]:
-    """Measure a shape or a model folder; loads differ in places. Returns what the table shows."""
+def bench_traffic(what: Measured, loads: list[Traffic], engine: EngineConfig, *, compare: bool) -> dict[str, Any]:
+    """Measure a model; loads differ in places. Returns what the table shows."""
     first = loads[0]
-    loaded, _, about_run = opened(model, first.method, device, dtype)
+    loaded, _, about_run = opened(what, first.method)
     others = {"autoregressive"} - {first.method} if compare else set()
     loads = loads + [replace(load, method=name, arrivals=()) for name in others for load in loads]
     return {

@@ -213,7 +213,7 @@ def _attention(model: Transformer, batch: Batch, geometry: Geometry, *, backward
     q, clean, own = random(shape.heads), *((random(shape.kv_heads), random(shape.kv_heads)) for _ in range(2))
     halves = ((clean, None, clean_mask(model, batch, geometry)), (own, clean, draft_mask(model, batch, geometry)))
     for new, past, mask in halves * shape.layers:
-        out = attend(q, new, past, mask)
+        out = attend(q, new, past, mask.seen)
         if backward:
             torch.autograd.grad(out, (q, *new, *(past or ())), out)
 

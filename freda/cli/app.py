@@ -31,6 +31,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 LONGEST = 2000  # characters of an error; a path or a value in it may be longer
 NO_MEMORY = re.compile("allocate memory|out of memory|bad allocation|Storage size calculation overflowed")
 ModelPath = Annotated[Path, Argument(help="A model folder, a run folder, or the name of a bundled model.")]
+Adapter = Annotated[Path | None, Option(help="An adapter over the model: its folder, or that of its run.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, Option(help="Precision of the weights: float32, bfloat16, float16, or auto: bfloat16 on a GPU.")]
 Method = Annotated[str | None, Option(help="How to decode: NAME, or NAME:KEY=VALUE,...; a wrong name lists them.")]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from freda.cli.app import Device, Dtype, Settings, app
+from freda.cli.app import Adapter, Device, Dtype, Settings, app
 from freda.decode.config import EngineConfig
 from freda.errors import require
 from freda.files import write_whole
@@ -89,14 +89,16 @@ def bench_decode(
     arrivals: Annotated[
         list[str], Option(help="Then let them arrive: so many a second, or 70% of --mixed's; may be repeated.")
     ] = [],  # noqa: B006
+    adapter: Adapter = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Annotated[Path | None, Option(help="Also write all numbers here, as JSON.")] = None,
 ) -> None:
     """The engine's forwards and tokens per second, beside the copy and matmul rates of the same run."""
-    from freda.bench.decode import Case, table_lines
+    from freda.bench.decode import Case, Measured, table_lines
     from freda.bench.decode import bench_decode as measure
 
+    what = Measured(model, adapter, device, dtype)
     engine = EngineConfig(on_device=not plain, int8=int8)
     if mixed or arrivals:
         from freda.bench import traffic
@@ -106,11 +108,11 @@ def bench_decode(
         rates = tuple(traffic.parse_rate(rate) for rate in arrivals)
         rules = (spans[0][1], spans[1][1], passes, threshold, method)
         loads = [traffic.Traffic(places, *rules, *spans, rates) for places in batch]
-        found = traffic.bench_traffic(model, loads, engine, compare=compare, device=device, dtype=dtype)
+        found = traffic.bench_traffic(what, loads, engine, compare=compare)
         _report(found, traffic.table_lines(found), out)
         return
     sizes = [Case(rows, tokens, new_tokens, passes, threshold, method) for rows in batch for tokens in context]
-    found = measure(model, sizes, engine, compare=compare, profile=profile, device=device, dtype=dtype)
+    found = measure(what, sizes, engine, compare=compare, profile=profile)
     _report(found, table_lines(found), out)
 
 

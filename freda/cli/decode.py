@@ -11,7 +11,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from freda.cli.app import Device, Dtype, Method, ModelPath, Stop, app, decode_options
+from freda.cli.app import Adapter, Device, Dtype, Method, ModelPath, Stop, app, decode_options
 from freda.decode.config import DecodeConfig, EngineConfig
 from freda.errors import FredaError, note, require
 
@@ -25,6 +25,7 @@ def generate(
     model: ModelPath,
     prompt: Annotated[str, Argument(help="The text to continue; - reads it from stdin.")],
     method: Method = None,
+    adapter: Adapter = None,
     decode: DecodeConfig = DecodeConfig(),
     stop: Stop = [],  # noqa: B006
     reference: Annotated[bool, Option("--reference", help="Use the plain loop that the engine must equal.")] = False,
@@ -43,7 +44,7 @@ def generate(
     require(bool(text.strip()), "the prompt is empty; give the text to continue")
     if not _is_model(model) and _is_model(Path(text)):
         raise FredaError(f"there is no model {model}, but {text} is one; name the model first, then the prompt")
-    loaded = open_model(model, device, dtype, method)
+    loaded = open_model(model, device, dtype, method, adapter)
     ids, method = loaded.tokenizer.encode(text), named_or_default(method, loaded)
     request = Request(prompt=ids, **asdict(decode), method=method, stop=tuple(stop), watch=show_drafts)
     size = EngineConfig(max_batch=1, max_length=len(ids) + decode.max_new_tokens, on_device=not reference)
@@ -88,6 +89,7 @@ def _is_model(path: Path) -> bool:
 def chat(
     model: ModelPath,
     method: Method = None,
+    adapter: Adapter = None,
     decode: DecodeConfig = DecodeConfig(max_new_tokens=256),
     system: Annotated[str, Option(help="System prompt, for a model that has a chat template.")] = "",
     raw: Annotated[bool, Option("--raw", help="Continue what is typed as it is: no template, no Q: and A:.")] = False,
@@ -102,7 +104,7 @@ def chat(
     from freda.decode.api import Model, named_or_default, open_model
     from freda.decode.chat import Chat, messages, reader, talk
 
-    loaded = open_model(model, device, dtype, method)
+    loaded = open_model(model, device, dtype, method, adapter)
     opened = Model(loaded, EngineConfig(max_batch=1), name=str(model))
     conversation = Chat(opened, decode, method=named_or_default(method, loaded), raw=raw, system=system)
     if sys.stdin.isatty():

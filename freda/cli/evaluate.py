@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from freda.cli.app import Device, Dtype, Settings, app, decode_options
+from freda.cli.app import Adapter, Device, Dtype, Settings, app, decode_options
 from freda.errors import FredaError, note
 from freda.eval.config import EvalSettings
 
@@ -38,6 +38,7 @@ def evaluate_(
     limit: Annotated[int, Option(help="Only the first questions; 0 asks all.")] = 0,
     batch_size: Annotated[int, Option(help="Questions answered side by side.")] = 64,
     decode: EvalSettings = EvalSettings(max_new_tokens=1024),
+    adapter: Adapter = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     no_isolation: NoIsolation = False,
@@ -67,7 +68,8 @@ def evaluate_(
         raise FredaError("name a model and a --task, or check the graders with --self-check")
     what: dict[str, Any] = {"tasks": task, "data": data or Path("benchmarks"), "out": out, "settings": decode}
     how: dict[str, Any] = {"limit": limit, "unpublished": unpublished, "isolated": not no_isolation}
-    job = command.EvalJob(model=model, **what, **how, batch_size=batch_size, device=device, dtype=dtype)
+    how |= {"batch_size": batch_size, "device": device, "dtype": dtype}
+    job = command.EvalJob(model=model, adapter=adapter, **what, **how)
     (command.ask_by_harness if harness else command.evaluate_tasks)(job)
 
 

@@ -13,7 +13,8 @@ from freda.errors import FredaError
 
 @app.command(
     epilog="Examples: **freda convert ~/models/Qwen3-0.6B-Base models/qwen3-0.6b**; "
-    "a copy in another precision: **freda convert runs/mine models/mine --dtype bfloat16**"
+    "a copy in another precision: **freda convert runs/mine models/mine --dtype bfloat16**; "
+    "an adapter merged into its base: **freda convert models/qwen3-0.6b models/mine --merge runs/adapter**"
 )
 def convert(
     source: Annotated[Path, Argument(help="A Hugging Face folder, a GGUF file, or a freda model or run folder.")],
@@ -24,13 +25,15 @@ def convert(
         Option(help="float32, bfloat16, float16 or int8; the source's by default, bfloat16 of quantised GGUF."),
     ] = None,
     int8: Annotated[bool, Option("--int8", help="The same as --dtype int8.")] = False,
+    merge: Annotated[Path | None, Option(help="An adapter on all rows, to be merged into the weights.")] = None,
 ) -> None:
     """Make a model folder from another project's checkpoint, or copy a freda model in another precision."""
     from freda.folders.convert import convert as write_model_folder
 
     if int8 and dtype is not None:
         raise FredaError(f"--int8 and --dtype {dtype} cannot be combined; omit one of them")
-    summary = write_model_folder(source, target, block_size=block_size, dtype="int8" if int8 else dtype)
+    precision = "int8" if int8 else dtype
+    summary = write_model_folder(source, target, block_size=block_size, dtype=precision, adapter=merge)
     for name, value in summary.items():
         print(f"{name}: {value}")
 

@@ -76,6 +76,12 @@ class Tokenizer:
         canonical = json.dumps(json.loads(self.json_text), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    @functools.cached_property
+    def vocabulary(self) -> str:
+        """SHA-256 of all tokens with their ids; whatever version of the library has written the files."""
+        ids = sorted(_parse(self.json_text).get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
     @property
     def bos_id(self) -> int | None:
         """The token that begins a text, where the settings name one."""

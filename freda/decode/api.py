@@ -23,7 +23,8 @@ from freda.decode.generate import generate
 from freda.decode.handle import Handle
 from freda.decode.request import Output, Pass, Request, StopMatcher, Watch, cut_at_stop
 from freda.errors import FredaError, note, require
-from freda.folders.model_folder import LoadedModel, load_model
+from freda.folders.adapter_folder import load_with_adapter
+from freda.folders.model_folder import LoadedModel
 from freda.methods import default_method, method_named
 from freda.model.parts import pick_device, pick_dtype
 
@@ -35,20 +36,30 @@ class Completion(Output):
     text: str = ""
 
 
-def load(path: str | os.PathLike[str], device: str = "auto", dtype: str = "auto", **engine: Any) -> Model:
-    """A model or run folder, ready to use; `engine` are fields of `EngineConfig`, for instance max_batch=32."""
+FolderName = str | os.PathLike[str]
+
+
+def load(
+    path: FolderName, device: str = "auto", dtype: str = "auto", *, adapter: FolderName | None = None, **engine: Any
+) -> Model:
+    """A model or run folder, or an `adapter` over one, ready to use; `engine` are fields of `EngineConfig`, for
+    instance max_batch=32."""
     require(isinstance(path, str | os.PathLike), f"the path is {path!r:.80}; name a model or run folder")
     for name, value in (("device", device), ("dtype", dtype)):
         require(isinstance(value, str), f"{name} is {value!r:.80}; use a string, for instance auto")
     _known(engine, [field.name for field in fields(EngineConfig)], "an engine has no setting")
     place = pick_device(device)
-    return Model(load_model(Path(path), place, pick_dtype(dtype, place)), EngineConfig(**engine), name=str(path))
+    over = None if adapter is None else Path(adapter)
+    loaded = load_with_adapter(Path(path), over, place, pick_dtype(dtype, place))
+    return Model(loaded, EngineConfig(**engine), name=str(path))
 
 
-def open_model(path: Path, device: str, dtype: str, method: str | None = None) -> LoadedModel:
+def open_model(
+    path: Path, device: str, dtype: str, method: str | None = None, adapter: Path | None = None
+) -> LoadedModel:
     """Load a model; a warning says so if it will be decoded by a method that it was not trained for."""
     place = pick_device(device)
-    loaded = load_model(path, place, pick_dtype(dtype, place))
+    loaded = load_with_adapter(path, adapter, place, pick_dtype(dtype, place))
     chosen = method_named(method, loaded.method)
     if loaded.stage == "base" and chosen.geometry.drafts and not chosen.geometry.checked:
         note(
@@ -56,7 +67,7 @@ def open_model(path: Path, device: str, dtype: str, method: str | None = None) -
             "train it first, or use --method autoregressive"
         )
     elif chosen.name != loaded.method.name:
-        note(f"note: {path} was trained as {loaded.method.name}, decoding as {chosen.name}")
+        note(f"note: {adapter or path} was trained as {loaded.method.name}, decoding as {chosen.name}")
     return loaded
 
 

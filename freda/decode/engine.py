@@ -80,7 +80,9 @@ class Engine:
         weight, size = self.model.embed_tokens.weight, self.loaded.method.block_size
         if not self.config.on_device or not weight.is_cuda:
             return None
-        if weight.dtype != torch.bfloat16:
+        if self.loaded.parts.adapter is not None:  # they would need its matrices, for the rows of drafts
+            why = "an adapter on draft rows runs without them"
+        elif weight.dtype != torch.bfloat16:
             why = f"the weights are {str(weight.dtype).removeprefix('torch.')}; the kernels need bfloat16"
         elif size > MOST_BLOCK or size & (size - 1):
             why = f"blocks have {size} tokens; the kernels need a power of two, at most {MOST_BLOCK}"

@@ -145,7 +145,8 @@ class PlainModel:
         position = begin[:, None] + torch.arange(sizes[1], device=table.device)
         cache = PagedCache(self.pages, table[rows.long()], begin)
         tokens = clean_tokens(torch.where(there, 0, -1), position, shape.context)
-        mask = make_mask(tokens, concat(cache.tokens(shape.context), tokens), self.model.backend)
+        keys = concat(cache.tokens(shape.context), tokens)
+        mask = make_mask(tokens, keys, self.model.backend, drafts=False)
         cache.write(self.model(self.model.embed_tokens(ids), position, mask, cache.past()).new, position, there)
 
 

@@ -24,6 +24,7 @@ from freda.eval.download import FETCH, download
 from freda.eval.evaluate import evaluate, result_line
 from freda.eval.tasks import TASKS, tasks_named
 from freda.eval.tasks.task import Task, checksum
+from freda.folders.adapter_folder import resolve_adapter_folder
 from freda.folders.model_folder import packaged_folder, resolve_model_folder
 
 EVALS = Path("runs/eval")  # results of bundled models
@@ -37,6 +38,7 @@ class EvalJob:
     """One call of `freda eval MODEL`."""
 
     model: Path
+    adapter: Path | None
     tasks: Sequence[str]
     data: Path
     out: Path | None
@@ -53,16 +55,20 @@ class EvalJob:
         require(self.batch_size >= 1, f"batch_size is {self.batch_size}; use 1 or more")
 
     def place(self, task: str) -> Path:
-        """The folder of a task's results: inside the model's; of a bundled model elsewhere, one for each `limit`."""
+        """The folder of a task's results: inside the model's or the adapter's; of a bundled model elsewhere, one for
+        each `limit`."""
         if self.out is not None:
             return self.out / task
+        if self.adapter is not None:
+            return resolve_adapter_folder(self.adapter) / "eval" / task
         if packaged_folder(self.model) is None:
             return resolve_model_folder(self.model) / "eval" / task
         return EVALS / (f"{self.model}-{self.limit}" if self.limit else str(self.model)) / task
 
     def load(self) -> Model:
         """The model, once the questions have been found."""
-        loaded = open_model(self.model, self.device, self.dtype, self.settings.method or None)
+        method = self.settings.method or None
+        loaded = open_model(self.model, self.device, self.dtype, method, self.adapter)
         return Model(loaded, EngineConfig(max_batch=self.batch_size), name=str(self.model))
 
 

@@ -36,6 +36,7 @@ class SystemConfig:
     """`[system.NAME]`: one system of a sweep, a row of its tables and a curve of its figures."""
 
     models: tuple[str, ...] = knob((), "model or run folders: one, or several trained with different seeds")
+    adapters: tuple[str, ...] = knob((), "adapters over the models: one for each, or several over one model")
     data: str = knob("", "folder of benchmark files for this system alone; empty takes --data")
     baseline: bool = knob(False, "the system that others are compared with; at most one")
     passes: int = knob(4, "most passes per block in the main table, K")
@@ -47,7 +48,17 @@ class SystemConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models is empty; name one model or run folder, or several")
+        odd = f"adapters names {len(self.adapters)}, models {len(self.models)}"
+        fit = not self.adapters or len(self.models) in (1, len(self.adapters))
+        require(fit, f"{odd}; name one adapter for each model, or one model")
         self.decoding(0)
+
+    def folders(self) -> list[tuple[str, str | None]]:
+        """The models of the system, each with the adapter over it, if there is one."""
+        if not self.adapters:
+            return [(model, None) for model in self.models]
+        models = self.models if len(self.models) > 1 else self.models * len(self.adapters)
+        return list(zip(models, self.adapters, strict=True))
 
     def decoding(self, max_new_tokens: int, **changed: Any) -> EvalSettings:
         """The decoding of this system; 0 tokens takes the default length."""

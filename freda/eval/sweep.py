@@ -26,6 +26,7 @@ from freda.eval.tasks import tasks_named
 from freda.eval.tasks.task import Example, Task, checksum
 from freda.eval.teacher_forcing import stability
 from freda.files import read_json, write_whole
+from freda.folders.adapter_folder import resolve_adapter_folder
 from freda.folders.model_folder import resolve_model_folder
 from freda.methods import method_named
 from freda.sections import to_dict
@@ -49,12 +50,14 @@ def run_sweep(
     """Measure everything that is not in `out` yet and write `sweep.json`; returns its content."""
     begun, sweep = time.perf_counter(), file.sweep
     tasks = tasks_named(sweep.tasks, isolated=sweep.isolation)
-    for path in (path for system in file.system.values() for path in system.models):
+    for path, adapter in (pair for system in file.system.values() for pair in system.folders()):
         resolve_model_folder(Path(path))  # a missing model is reported before hours of work, not after
+        if adapter is not None:
+            resolve_adapter_folder(Path(adapter))
     questions = _questions(file, tasks, data, unpublished)
     points, stable, systems = list[Point](), list[dict[str, Any]](), dict[str, dict[str, Any]]()
-    for name, number, path in ((n, i, path) for n, s in file.system.items() for i, path in enumerate(s.models)):
-        model = load(path, device, dtype, max_batch=sweep.batch_size)
+    for name, number, pair in ((n, i, pair) for n, s in file.system.items() for i, pair in enumerate(s.folders())):
+        model = load(pair[0], device, dtype, adapter=pair[1], max_batch=sweep.batch_size)
         about, method = about_model(model.loaded), method_named(file.system[name].method or None, model.loaded.method)
         decoding = Decoding(method.axes, method.refines, method.block_size)
         kind = {"method": method.name, "layout": about.get("layout", "paper"), **decoding._asdict()}

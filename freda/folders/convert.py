@@ -1,4 +1,4 @@
-"""Model folders from Hugging Face folders, from GGUF files, and from other model folders in another precision.
+"""Model folders from Hugging Face folders, GGUF files, other model folders in another precision, and merged adapters.
 
 A checkpoint of another project gets a row of the embedding table for BLANK (M4) and stays an autoregressive model until
 it is trained. No pickle is read and no code of a checkpoint is run.
@@ -6,34 +6,44 @@ it is trained. No pickle is read and no code of a checkpoint is run.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from freda.data.tokenizer import Tokenizer, read_settings, token_text, with_blank
+from freda.data.tokenizer import Tokenizer
 from freda.errors import require
-from freda.files import beside, located, read_json, read_text, write_json, written_beside
+from freda.files import beside, located, read_json, write_json, written_beside
+from freda.folders.adapter_folder import load_with_adapter, read_adapter_config, resolve_adapter_folder
 from freda.folders.gguf import read_gguf
-from freda.folders.hugging_face import EMBEDDING, HEAD, Checkpoint, check_tensors, dtype_name, family_of, model_config
+from freda.folders.hugging_face import (
+    EMBEDDING,
+    Checkpoint,
+    dtype_name,
+    family_of,
+    hugging_face_name,
+    read_folder,
+    with_room_for_blank,
+)
 from freda.folders.model_folder import SCORER_FILE, About, load_model, resolve_model_folder, write_files
 from freda.folders.tensors import packed, read_safetensors, save_tensors, weight_files
 from freda.methods.autoregressive import Autoregressive
-from freda.model.config import ModelConfig
 from freda.model.parts import DTYPES
 
 INT8 = "int8"
 PRECISIONS = (*DTYPES, INT8)
 BLOCK_SIZE = 4  # of a checkpoint that does not know blocks yet
-TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products are fastest with round numbers
-NEAR_ZERO = 0.1  # a BLANK row shorter than this fraction of the mean row was never trained
 
 
-def convert(source: Path, target: Path, *, block_size: int | None = None, dtype: str | None = None) -> dict[str, Any]:
-    """Write `source` as a model folder and return a summary.
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    block_size: int | None = None,
+    dtype: str | None = None,
+    adapter: Path | None = None,
+) -> dict[str, Any]:
+    """Write `source` as a model folder, with an `adapter` on all rows merged into it, and return a summary.
 
     The source is a Hugging Face folder, a GGUF file, or a model or run folder of freda, which is copied. `dtype` is one
     of `PRECISIONS`; without it weights keep theirs, but for those of a quantised GGUF file, which become bfloat16.
@@ -45,12 +55,16 @@ def convert(source: Path, target: Path, *, block_size: int | None = None, dtype:
     with written_beside(target) as temporary, located(place):
         config = {} if gguf else read_json(place / "config.json")
         own = config.get("freda")
-        if isinstance(own, dict):
+        if adapter is not None:
+            require(block_size is None, f"block_size is {block_size}, but an adapter has its own; omit it")
+            dtype = dtype or (own or {}).get("stored_as")
+            summary = _merge(place, config, adapter, temporary, cast)
+        elif isinstance(own, dict):
             require(block_size is None, f"block_size is {block_size}, but a freda model keeps its own; omit it")
             dtype = dtype or own.get("stored_as")
             summary = _copy(place, config, temporary, cast)
         else:
-            checkpoint = read_gguf(place, cast) if gguf else _read_folder(place, config, cast)
+            checkpoint = read_gguf(place, cast) if gguf else read_folder(place, config, cast)
             summary = _write_checkpoint(checkpoint, temporary, block_size)
         if dtype == INT8:
             summary |= _store_as_int8(temporary)
@@ -59,59 +73,13 @@ def convert(source: Path, target: Path, *, block_size: int | None = None, dtype:
 
 def _write_checkpoint(checkpoint: Checkpoint, target: Path, block_size: int | None) -> dict[str, Any]:
     """Write another project's checkpoint as a model folder with a BLANK token."""
-    tensors, config = checkpoint.tensors, model_config(checkpoint.config)
-    if config.tied:
-        tensors.pop(HEAD, None)  # some projects store the shared matrix twice
-    check_tensors(tensors, config)
-    tokenizer = with_blank(checkpoint.tokenizer_json, checkpoint.stops, checkpoint.settings)
-    config, blank = _make_room(config, tensors, tokenizer.blank_id)
+    config, tensors, tokenizer, blank = with_room_for_blank(checkpoint)
     method = Autoregressive(block_size=BLOCK_SIZE if block_size is None else block_size)
     write_files(target, config, tensors, About(tokenizer, method, "base"))
     parameters = sum(tensor.numel() for tensor in tensors.values())
     summary = {"architecture": family_of(config).architecture, "parameters": parameters, "dtype": dtype_name(tensors)}
     summary |= {"vocab_rows": config.vocab_size, "blank_id": tokenizer.blank_id, "eos_id": tokenizer.eos_id, **blank}
     return {**summary, "notes": "; ".join(checkpoint.notes) or "none"}
-
-
-def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -> tuple[ModelConfig, dict[str, Any]]:
-    """Give BLANK a row of the tables, the mean of the others if it is new or untrained; returns shape and summary.
-    Behind RMSNorm, a row near zero would hide α."""
-    rows = config.vocab_size
-    odd = f"it has {blank_id} ids, the table {rows} rows"
-    require(blank_id <= rows, f"the tokenizer does not belong to the weights: {odd}")
-    resized = blank_id == rows
-    if resized:
-        rows = -(-(blank_id + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
-        for name in {EMBEDDING, HEAD} & tensors.keys():
-            mean = tensors[name].mean(0, dtype=torch.float32).to(tensors[name].dtype)
-            tensors[name] = torch.cat([tensors[name], mean.expand(rows - blank_id, -1)])
-    table = tensors[EMBEDDING]
-    lengths = torch.linalg.vector_norm(table[: blank_id + 1], dim=1, dtype=torch.float32)
-    untrained = bool(lengths[-1] < NEAR_ZERO * lengths[:-1].mean())
-    if untrained:
-        table[blank_id] = table[:blank_id].mean(0, dtype=torch.float32)
-    summary = {"resized": resized, "blank_row": "mean of the embeddings" if untrained or resized else "kept"}
-    return dataclasses.replace(config, vocab_size=rows), summary
-
-
-def _read_folder(folder: Path, config: dict[str, Any], dtype: torch.dtype | None) -> Checkpoint:
-    """Read a Hugging Face folder whose config.json is `config`; `dtype` casts the weights."""
-    model_config(config)  # refuse what is not supported before gigabytes are read
-    tokenizer_json = read_text(folder / "tokenizer.json")
-    settings = read_settings(folder) if (folder / "tokenizer_config.json").is_file() else {}
-    stops = _stops(folder, config, settings)
-    return Checkpoint(config, read_safetensors(weight_files(folder), dtype=dtype), tokenizer_json, settings, stops, [])
-
-
-def _stops(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int | str]:
-    """The tokens at which `transformers` ends generation, or else the tokenizer's end-of-text token."""
-    generation = folder / "generation_config.json"
-    stops: list[int | str] = []
-    for values in (config, read_json(generation) if generation.is_file() else {}):
-        ids = values.get("eos_token_id")
-        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    text = token_text(settings.get("eos_token"))
-    return stops or ([] if text is None else [text])
 
 
 # -- copies in another precision -------------------------------------------------------------------------------------
@@ -132,6 +100,21 @@ def _copy(folder: Path, config: dict[str, Any], target: Path, cast: torch.dtype 
     Tokenizer.load(folder).save(target)
     described = {"architecture": config["architectures"][0], "parameters": parameters, "dtype": config["dtype"]}
     return {**described, "method": config["freda"]["method"], "stage": stage}
+
+
+def _merge(
+    folder: Path, config: dict[str, Any], adapter: Path, target: Path, cast: torch.dtype | None
+) -> dict[str, Any]:
+    """Write a base with an adapter on all rows merged into its weights; `cast` changes the precision."""
+    odd = f"{adapter} acts on draft rows only, and cannot be merged into weights that all rows share"
+    rows = read_adapter_config(resolve_adapter_folder(adapter))[0].rows
+    require(rows == "all", f"{odd}; use it with --adapter")
+    stored = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    loaded = load_with_adapter(folder, adapter, "cpu", cast or stored)
+    tensors = {hugging_face_name(name): tensor for name, tensor in loaded.backbone.state_dict().items()}
+    write_files(target, loaded.backbone.config, tensors, About(loaded.tokenizer, loaded.method, loaded.stage))
+    described = {"architecture": family_of(loaded.backbone.config).architecture, "dtype": dtype_name(tensors)}
+    return {**described, "method": loaded.method.name, "stage": loaded.stage}
 
 
 def _store_as_int8(folder: Path) -> dict[str, Any]:

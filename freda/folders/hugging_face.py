@@ -1,22 +1,30 @@
-"""Checkpoints in the format of Hugging Face: weight names, and the shape of a model as `config.json` states it.
+"""Checkpoints in the format of Hugging Face: weight names, the shape of a model as `config.json` states it, and a place
+for BLANK in a checkpoint that has none.
 
 Names and shapes are checked both ways: every tensor must be there in its shape, and none may be left over.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from freda.data.tokenizer import Tokenizer, read_settings, token_text, with_blank
 from freda.errors import FredaError, require
+from freda.files import read_json, read_text
+from freda.folders.tensors import read_safetensors, weight_files
 from freda.model.config import LLAMA3_SCALING, ModelConfig
 from freda.model.parts import DTYPES
 from freda.model.transformer import Transformer
 
 TRANSFORMERS = "5.17.0"  # the format of config.json; without it, newer versions warn of a wrong tokenizer
+TABLE_MULTIPLE = 64  # rows of a table that has to grow: matrix products are fastest with round numbers
+NEAR_ZERO = 0.1  # a BLANK row shorter than this fraction of the mean row was never trained
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 KEYS = {  # of a shape: the names in config.json
     "vocab_size": "vocab_size",
@@ -48,6 +56,15 @@ class Checkpoint(NamedTuple):
     settings: dict[str, Any]  # tokenizer_config.json
     stops: list[int | str]  # what ends generation, as ids or texts; the first one ends documents
     notes: list[str]  # what the reader changed, for the user
+
+
+class Adopted(NamedTuple):
+    """Another project's checkpoint with a BLANK token."""
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    tokenizer: Tokenizer
+    blank: dict[str, Any]  # what was done for it, for the user
 
 
 FAMILIES = (
@@ -187,3 +204,61 @@ def _number(values: Mapping[str, Any], key: str, default: float) -> float:
     right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30
     require(right, f"config.json has {key} = {value!r:.80}; it must be a number above 0")
     return value if key == "original_max_position_embeddings" else float(value)
+
+
+# -- folders of other projects -----------------------------------------------------------------------------------------
+
+
+def read_folder(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype | None, device: torch.device | str = "cpu"
+) -> Checkpoint:
+    """Read a Hugging Face folder whose config.json is `config`; `dtype` casts the weights."""
+    model_config(config)  # refuse what is not supported before gigabytes are read
+    tokenizer_json = read_text(folder / "tokenizer.json")
+    settings = read_settings(folder) if (folder / "tokenizer_config.json").is_file() else {}
+    stops = _stops(folder, config, settings)
+    tensors = read_safetensors(weight_files(folder), device, dtype)
+    return Checkpoint(config, tensors, tokenizer_json, settings, stops, [])
+
+
+def _stops(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int | str]:
+    """The tokens at which `transformers` ends generation, or else the tokenizer's end-of-text token."""
+    generation = folder / "generation_config.json"
+    stops: list[int | str] = []
+    for values in (config, read_json(generation) if generation.is_file() else {}):
+        ids = values.get("eos_token_id")
+        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    text = token_text(settings.get("eos_token"))
+    return stops or ([] if text is None else [text])
+
+
+def with_room_for_blank(checkpoint: Checkpoint) -> Adopted:
+    """A checkpoint of another project, whose tensors may change, as a model with a BLANK token (M4)."""
+    tensors, config = checkpoint.tensors, model_config(checkpoint.config)
+    if config.tied:
+        tensors.pop(HEAD, None)  # some projects store the shared matrix twice
+    check_tensors(tensors, config)
+    tokenizer = with_blank(checkpoint.tokenizer_json, checkpoint.stops, checkpoint.settings)
+    config, summary = _make_room(config, tensors, tokenizer.blank_id)
+    return Adopted(config, tensors, tokenizer, summary)
+
+
+def _make_room(config: ModelConfig, tensors: dict[str, Tensor], blank_id: int) -> tuple[ModelConfig, dict[str, Any]]:
+    """Give BLANK a row of the tables, the mean of the others if it is new or untrained; returns shape and summary.
+    Behind RMSNorm, a row near zero would hide α."""
+    rows = config.vocab_size
+    odd = f"it has {blank_id} ids, the table {rows} rows"
+    require(blank_id <= rows, f"the tokenizer does not belong to the weights: {odd}")
+    resized = blank_id == rows
+    if resized:
+        rows = -(-(blank_id + 1) // TABLE_MULTIPLE) * TABLE_MULTIPLE
+        for name in {EMBEDDING, HEAD} & tensors.keys():
+            mean = tensors[name].mean(0, dtype=torch.float32).to(tensors[name].dtype)
+            tensors[name] = torch.cat([tensors[name], mean.expand(rows - blank_id, -1)])
+    table = tensors[EMBEDDING]
+    lengths = torch.linalg.vector_norm(table[: blank_id + 1], dim=1, dtype=torch.float32)
+    untrained = bool(lengths[-1] < NEAR_ZERO * lengths[:-1].mean())
+    if untrained:
+        table[blank_id] = table[:blank_id].mean(0, dtype=torch.float32)
+    summary = {"resized": resized, "blank_row": "mean of the embeddings" if untrained or resized else "kept"}
+    return dataclasses.replace(config, vocab_size=rows), summary

@@ -31,23 +31,35 @@ from freda.folders.hugging_face import check_tensors, dtype_name, hugging_face_c
 from freda.folders.tensors import fill_parts, read_safetensors, save_tensors, weight_files
 from freda.methods import METHODS
 from freda.methods.method import Method
-from freda.model.config import ModelConfig
-from freda.model.parts import BACKBONE, Part, Parts
+from freda.model.adapter import BLANK
+from freda.model.config import AdapterConfig, ModelConfig
+from freda.model.parts import ADAPTER, BACKBONE, Part, Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, rotary_frequencies
 
-SCORER_FILE = "scorer.safetensors"
+SCORER_FILE, ADAPTER_FILE, ADAPTER_CONFIG = "scorer.safetensors", "adapter_model.safetensors", "adapter_config.json"
+PEFT_PREFIX = "base_model.model.model."  # of an adapter's weights: PEFT's wrappers around the model of transformers
+PEFT_BLANK = "embed_tokens.token_adapter.trainable_tokens_delta"
 ASSETS = Path(__file__).parent.parent / "assets"
 MARKS = ("config.json", "latest", "checkpoints")  # what a model folder or a run folder has
 M = TypeVar("M", Transformer, Scorer)
 
 
+class Over(NamedTuple):
+    """An adapter, and the base that it is trained over."""
+
+    adapter: AdapterConfig
+    base: Path
+    fingerprint: str  # of the base's weights
+
+
 class About(NamedTuple):
-    """What a model folder says beside its weights."""
+    """What a model folder says beside its weights, or an adapter's folder."""
 
     tokenizer: Tokenizer
     method: Method
     stage: str  # "base" for a converted checkpoint, else what trained it
+    over: Over | None = None
 
 
 class LoadedModel(NamedTuple):
@@ -96,19 +108,29 @@ def resolve_model_folder(path: Path) -> Path:
     if path.is_file():
         advice = f"run: freda convert {path} TARGET" if path.suffix == ".gguf" else "name a model folder"
         raise FredaError(f"{path} is a file, not a model folder; {advice}")
-    if (path / "config.json").is_file():
-        return path
-    if (path / "latest").is_file():
-        name = read_text(path / "latest").strip()
-        folder = path / "checkpoints" / name
-        if not (name and folder.is_dir()):
-            raise FredaError(f"{path / 'latest'} names the checkpoint {name!r}, but there is no folder {folder}")
+    folder = newest_checkpoint(path) or path
+    adapter = (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    require(not adapter, f"{path} is an adapter, not a model; name its base, and the adapter with --adapter {path}")
+    if folder != path or (path / "config.json").is_file():
         return folder
-    if (path / "checkpoints").is_dir():
-        raise FredaError(f"the run {path} has no finished checkpoint yet; let it train until it saves one")
     file = min(path.glob("*.gguf"), default=None)
     advice = "" if file is None else f"; convert its GGUF file: freda convert {file} TARGET"
     raise FredaError(f"{path} is not a model folder: it has no config.json{advice}")
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest checkpoint of a run folder; None if it is a folder of another kind."""
+    if (run / "config.json").is_file():
+        return None
+    if (run / "latest").is_file():
+        name = read_text(run / "latest").strip()
+        folder = run / "checkpoints" / name
+        missing = f"{run / 'latest'} names the checkpoint {name!r}, but there is no folder {folder}"
+        require(bool(name) and folder.is_dir(), missing)
+        return folder
+    unfinished = f"the run {run} has no finished checkpoint yet; let it train until it saves one"
+    require(not (run / "checkpoints").is_dir(), unfinished)
+    return None
 
 
 def missing_model(path: Path) -> FredaError:
@@ -133,7 +155,7 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
         values = read_json(folder / "config.json")
         section: Any = values.get("freda")
         require(isinstance(section, dict), f"a plain Hugging Face checkpoint; run: freda convert {folder} TARGET")
-        config, method = model_config(values), _method(section)
+        config, method = model_config(values), method_of(section)
     tokenizer = Tokenizer.load(folder)
     with located(folder):
         _check_tokenizer(tokenizer, section, config)
@@ -141,7 +163,7 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
         check_tensors(tensors, config)
         with torch.device("meta"):
             backbone = Transformer(config, tokenizer.blank_id)
-        _filled(backbone, config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+        filled(backbone, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
         path = folder / SCORER_FILE
         scorer = _load_scorer(path, config, device, dtype) if path.is_file() else None
     return LoadedModel(Parts(backbone, scorer), tokenizer, method, str(section["stage"]))
@@ -150,22 +172,27 @@ def load_model(path: Path, device: torch.device | str = "cpu", dtype: torch.dtyp
 def fill_part(folder: Path, part: str, weights: Mapping[str, Part]) -> None:
     """Read rows of the weights of one part of a model that `load_model` has found in `folder`, by their names in it."""
     with located(folder):
-        if part == BACKBONE:
-            fill_parts(weight_files(folder), {hugging_face_name(name): rows for name, rows in weights.items()})
-        else:
-            fill_parts([folder / part_file(part)], weights)
+        files = weight_files(folder) if part == BACKBONE else [folder / part_file(part)]
+        fill_parts(files, {name_in_file(part, name): rows for name, rows in weights.items()})
+
+
+def name_in_file(part: str, name: str) -> str:
+    """A weight's name in the file of its part: that of Hugging Face, or of PEFT."""
+    if part == ADAPTER:
+        return PEFT_PREFIX + (PEFT_BLANK if name == BLANK else name)
+    return hugging_face_name(name) if part == BACKBONE else name
 
 
 def part_file(part: str) -> str:
     """The file of a part; a backbone may be cut into several."""
-    return "model.safetensors" if part == BACKBONE else f"{part}.safetensors"
+    return {BACKBONE: "model.safetensors", ADAPTER: ADAPTER_FILE}.get(part, f"{part}.safetensors")
 
 
-def _filled(module: M, config: ModelConfig, tensors: Mapping[str, Tensor]) -> M:
+def filled(module: M, tensors: Mapping[str, Tensor]) -> M:
     """A module built without storage, because random weights take a while, that holds `tensors` themselves."""
     module.load_state_dict(tensors, assign=True)
     device = next(iter(tensors.values())).device
-    module.inv_freq = rotary_frequencies(config).to(device)  # a buffer that is never stored
+    module.inv_freq = rotary_frequencies(module.config).to(device)  # a buffer that is never stored
     return module
 
 
@@ -179,10 +206,10 @@ def _load_scorer(path: Path, config: ModelConfig, device: torch.device | str, dt
         wanted, seen = (tuple(state[name].shape) if name in state else "none" for state in (expected, tensors))
         problem = f"{path.name} does not belong to the model: {name} has shape {seen}, the model needs {wanted}"
         require(wanted == seen, f"{problem}; train the scorer again")
-    return _filled(scorer, config, tensors)
+    return filled(scorer, tensors)
 
 
-def _method(section: Mapping[str, Any]) -> Method:
+def method_of(section: Mapping[str, Any]) -> Method:
     """The method that the `freda` section names, with the settings stored there."""
     missing = {"blank_token_id", "method", "stage"} - section.keys()
     require(not missing, f"the freda section of config.json has no {', '.join(sorted(missing))}; write the model again")
@@ -211,7 +238,7 @@ def write_files(
     folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], about: About, *, file: str = "model.safetensors"
 ) -> None:
     """config.json, `file` (the backbone under its Hugging Face names, with the embedding) and the tokenizer's files."""
-    tokenizer, method, stage = about
+    tokenizer, method, stage, _ = about
     section = {"blank_token_id": tokenizer.blank_id, "tokenizer": tokenizer.fingerprint}
     section |= {"method": method.name, "stage": stage, **method.stored()}
     stops = {"bos_token_id": None, "eos_token_id": list(tokenizer.stop_ids)}

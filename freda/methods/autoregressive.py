@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from freda.data.loader import Batch
+from freda.errors import require
 from freda.methods.draft import (
     Draft,
     Prediction,
@@ -44,6 +45,11 @@ class Autoregressive(Method):
         """One token, predicted after the last committed one."""
         return NEXT_TOKEN
 
+    def check_adapter(self, rows: str) -> None:
+        """There are no draft rows."""
+        odd = f"adapter.rows is {rows}, but autoregressive training has no drafts"
+        require(rows == "all", f'{odd}; use rows = "all", or a method with drafts')
+
     def labels(self, batch: Batch) -> Tensor:
         """Every token with a next one in its document, unless that is EOS fill (M1)."""
         return next_tokens(batch).counted
@@ -59,7 +65,7 @@ class Autoregressive(Method):
 
     def work(self, one: Work, passes: int) -> float:
         """One forward of the clean half and its backward."""
-        return 3 * (one.layers + one.clean + one.head)
+        return one.clean_step + one.learnt * one.head
 
     def rows(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """Nothing is drafted; the one position is blank until it is chosen."""

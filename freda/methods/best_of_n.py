@@ -21,7 +21,7 @@ from torch import Tensor
 
 from freda.data.loader import Batch
 from freda.decode.config import DecodeConfig
-from freda.errors import require
+from freda.errors import FredaError, require
 from freda.methods.blocks import check_layout
 from freda.methods.candidates import choose, marginal_cost_beam, merge_candidates, propose, sample
 from freda.methods.draft import (
@@ -102,6 +102,10 @@ class BestOfN(Refining):
         require(alike, f"{odd}; set it to {other}, or start from the self-refine model")
         parts.scorer.requires_grad_(True)
         return set()
+
+    def check_adapter(self, rows: str) -> None:
+        """The backbone is frozen as it is."""
+        raise FredaError("best-of-n trains a scorer and no adapter; omit the [adapter] section")
 
     def labels(self, batch: Batch) -> Tensor:
         """One label per block: its first token stands for it."""

@@ -94,6 +94,11 @@ class DraftLoss(BlockMethod):
         odd = f"method.teacher_temperature is {self.teacher_temperature}"
         require(0 < self.teacher_temperature < math.inf, f"{odd}; use a positive number")
 
+    def check_adapter(self, rows: str) -> None:
+        """Where only drafts change, the clean half has nothing to learn (M21)."""
+        odd = f"method.ar_weight is {self.ar_weight}, but with adapter.rows = {rows} the text is the frozen base's"
+        require(rows == "all" or self.ar_weight == 0, f"{odd}; use 0")
+
     def counts(self, batch: Batch) -> list[int]:
         """The labels of drafts, and those of the clean half."""
         return super().counts(batch) + ([int(next_tokens(batch).counted.sum())] if self.ar_weight else [])
@@ -129,4 +134,5 @@ class DraftLoss(BlockMethod):
 
     def work(self, one: Work, passes: int) -> float:
         """As usual, and the heads of the clean half: with gradient to learn, without to teach."""
-        return super().work(one, passes) + one.head * (3 * bool(self.ar_weight) + (self.teacher == "clean"))
+        heads = one.learnt * bool(self.ar_weight) + (self.teacher == "clean")
+        return super().work(one, passes) + one.head * heads

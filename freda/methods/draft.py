@@ -130,7 +130,7 @@ def soft_embedding(model: Transformer, ids: Tensor, alpha: Tensor, *, rescale: b
     `rescale` gives the mixture the mean of the two norms, weighted alike, as DMax does.
     """
     precision = torch.promote_types(model.embed_tokens.weight.dtype, torch.float32)  # α has 24 bits, bf16 has 8 (M17)
-    blank = model.embed_tokens.weight[model.blank_id].to(precision)
+    blank = model.blank_row.to(precision)
     token = model.embed_tokens(ids)
     weight = alpha[..., None].to(precision)
     mixed = torch.lerp(blank.expand_as(token), token.to(precision), weight)
@@ -205,18 +205,18 @@ def clean_half(model: Transformer, batch: Batch, geometry: Geometry) -> CleanHal
 def clean_mask(model: Transformer, batch: Batch, geometry: Geometry) -> Mask:
     """The mask of the clean half of packed rows by itself."""
     if _is_staircase(model, batch, geometry.context):
-        return Staircase(geometry.context, draft=False)
+        return Mask(Staircase(geometry.context, draft=False), drafts=False)
     clean = clean_tokens(batch.document, batch.position, geometry.context)
-    return make_mask(clean, clean, model.backend)
+    return make_mask(clean, clean, model.backend, drafts=False)
 
 
 def draft_mask(model: Transformer, batch: Batch, geometry: Geometry) -> Mask:
     """The mask of drafts of whole rows over [clean, draft] keys."""
     if _is_staircase(model, batch, geometry.block):
-        return Staircase(geometry.block, draft=True)
+        return Mask(Staircase(geometry.block, draft=True), drafts=True)
     clean = clean_tokens(batch.document, batch.position, geometry.context)
     draft = draft_tokens(batch.document, geometry.first(batch.position))
-    return make_mask(draft, concat(clean, draft), model.backend)
+    return make_mask(draft, concat(clean, draft), model.backend, drafts=True)
 
 
 def packed_drafts(model: Transformer, batch: Batch, geometry: Geometry, count: int) -> tuple[Tensor, Mask]:
@@ -226,7 +226,7 @@ def packed_drafts(model: Transformer, batch: Batch, geometry: Geometry, count: i
     candidate = torch.arange(count, device=document.device).repeat_interleave(length).expand(rows, -1)
     clean = clean_tokens(batch.document, batch.position, geometry.context)
     drafts = draft_tokens(document, geometry.first(position), candidate)
-    return position, make_mask(drafts, concat(clean, drafts), model.backend)
+    return position, make_mask(drafts, concat(clean, drafts), model.backend, drafts=True)
 
 
 def _is_staircase(model: Transformer, batch: Batch, block_size: int) -> bool:

@@ -38,7 +38,7 @@ from freda.methods.draft import (
 )
 from freda.methods.geometry import Counted, Geometry
 from freda.methods.state import DecodeState, Limits, Seen
-from freda.model.config import ModelConfig, head_parameters, layer_parameters
+from freda.model.config import AdapterConfig, ModelConfig, head_parameters, layer_parameters
 from freda.model.head import Logits
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
@@ -74,11 +74,23 @@ class Work(NamedTuple):
     clean: float  # attention of the clean half
     draft: float  # attention of a draft over the clean half
     head: float
+    learnt: int = 3  # a product with a weight in a step with gradient, in forwards: 2 where the weight is frozen
+    text: bool = True  # whether gradient flows through the clean half
 
     @property
     def one_pass(self) -> float:
         """A pass over the draft half, without gradient."""
         return self.layers + self.draft + self.head
+
+    @property
+    def clean_step(self) -> float:
+        """The clean half of a step, with its gradient if there is one."""
+        return self.learnt * self.layers + 3 * self.clean if self.text else self.layers + self.clean
+
+    @property
+    def draft_step(self) -> float:
+        """The pass with gradient; keys and values of text without one need none."""
+        return self.learnt * (self.layers + self.head) + (3 if self.text else 2) * self.draft
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +170,9 @@ class Method:
         parts.scorer = None  # it judged the drafts of a backbone that is about to change
         return set()
 
+    def check_adapter(self, rows: str) -> None:
+        """Refuse to train an adapter on these rows."""
+
     def labels(self, batch: Batch) -> Tensor:
         """Which slots count in the loss, (R, L) bool: all that predict a token, the EOS fill too, to learn to close a
         block."""
@@ -176,19 +191,23 @@ class Method:
         is called `loss`."""
         raise NotImplementedError
 
-    def flops(self, shape: ModelConfig, size: Counted, passes: int) -> float:
+    def flops(self, shape: ModelConfig, size: Counted, passes: int, adapter: AdapterConfig | None = None) -> float:
         """Useful operations of a training step over packed rows of this size, as `geometry` counts them.
 
-        A product of a weight with a token is 2 operations, 6 with its backward. Attention counts pairs of a query and a
-        key it may see, 4 · heads · width operations forward and twice as many backward.
+        A product of a weight with a token is 2 operations, 6 with its backward, 4 where an adapter is trained: its own
+        products, some percent, are not counted. Attention counts pairs of a query and a key it may see, 4 · heads ·
+        width operations forward and twice as many backward.
         """
         layers, head = (2.0 * count * size.tokens for count in (layer_parameters(shape), head_parameters(shape)))
         pair = 4.0 * shape.layers * shape.heads * shape.head_dim
-        return self.work(Work(layers, pair * size.clean_pairs, pair * size.draft_pairs, head), passes)
+        one = Work(layers, pair * size.clean_pairs, pair * size.draft_pairs, head)
+        if adapter is not None:
+            one = one._replace(learnt=2, text=adapter.rows == "all")
+        return self.work(one, passes)
 
     def work(self, one: Work, passes: int) -> float:
         """Operations of a step, from those of `one` forward: here both halves, with gradient."""
-        return 3 * (one.layers + one.clean + one.one_pass)
+        return one.clean_step + one.draft_step
 
     # -- decoding ----------------------------------------------------------------------------------------------------
 

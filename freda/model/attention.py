@@ -38,12 +38,20 @@ from freda.model.staircase import Staircase, attend_rows
 
 CLEAN, DRAFT = 0, 1
 Backend = Literal["sdpa", "flex", "staircase"]
-Mask = Tensor | BlockMask | Staircase
+Seen = Tensor | BlockMask | Staircase  # who sees whom, as a backend takes it
+Drafts = Tensor | bool  # which tokens are draft slots: (R, T) bool, or all of them, or none
 Pair = tuple[Tensor, Tensor]  # keys and values
 LARGE_MASK = 1 << 22  # pairs of a query and a key; rows of training have more, decoding fewer
 # Tiles of the backward pass, bf16, heads of 128, found by trying on an H200: 1.65 instead of 1.86 ms for 4,096 tokens.
 FLEX_OPTIONS = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64}
 FLEX_OPTIONS |= {"bwd_num_warps": 8, "bwd_num_stages": 3}
+
+
+class Mask(NamedTuple):
+    """What a forward knows of its tokens beside their embeddings: who sees whom, and which are draft slots."""
+
+    seen: Seen
+    drafts: Drafts
 
 
 class Tokens(NamedTuple):
@@ -95,10 +103,12 @@ def dense(query: Tokens, key: Tokens) -> Tensor:
     return visible(Tokens(*(v[:, :, None] for v in query)), Tokens(*(v[:, None, :] for v in key)))
 
 
-def make_mask(query: Tokens, key: Tokens, backend: Backend) -> Mask:
-    """The mask of one forward, built once and shared by all layers."""
+def make_mask(query: Tokens, key: Tokens, backend: Backend, *, drafts: bool | None = None) -> Mask:
+    """The mask of one forward, built once and shared by all layers. `drafts`: all queries are draft slots, or none is;
+    without it their streams say which."""
+    which = query.stream == DRAFT if drafts is None else drafts
     if backend == "sdpa" or (backend == "staircase" and not query.document.is_cuda):
-        return dense(query, key)[:, None]  # (R, 1, Q, K)
+        return Mask(dense(query, key)[:, None], which)  # (R, 1, Q, K)
 
     def rule(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return visible(Tokens(*(v[row, q] for v in query)), Tokens(*(v[row, k] for v in key)))
@@ -107,11 +117,10 @@ def make_mask(query: Tokens, key: Tokens, backend: Backend) -> Mask:
     # Small masks of ever new sizes are found faster by evaluating the rule densely than by compiling for each size.
     large = query.document.is_cuda and rows * queries * keys >= LARGE_MASK
     find_tiles = _compiled(create_block_mask) if large else create_block_mask
-    mask: BlockMask = find_tiles(rule, rows, None, queries, keys, device=query.document.device)
-    return mask
+    return Mask(find_tiles(rule, rows, None, queries, keys, device=query.document.device), which)
 
 
-def attend(q: Tensor, new: Pair, past: Pair | None, mask: Mask) -> Tensor:
+def attend(q: Tensor, new: Pair, past: Pair | None, mask: Seen) -> Tensor:
     """Softmax attention of q (R, H, T, C) over the keys and values of `past` and `new`, each (R, Hkv, K, C) with Hkv
     dividing H; returns (R, H, T, C)."""
     if isinstance(mask, Staircase):

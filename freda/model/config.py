@@ -1,10 +1,10 @@
-"""The shape of a Transformer: the `[model]` section of a run, and how many parameters it has."""
+"""The shapes of a Transformer and of an adapter, `[model]` and `[adapter]` of a run, and how many weights they have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from freda.errors import require
 from freda.sections import knob, require_at_least
@@ -13,6 +13,7 @@ MOST = {  # what no model comes near
     **{"vocab_size": 2**24, "layers": 2**12, "max_positions": 2**26},
     **dict.fromkeys(("dim", "heads", "kv_heads", "head_dim", "ffn_dim"), 2**20),
 }
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # what an adapter may change
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -49,6 +50,30 @@ class ModelConfig:
         require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}; rotary embedding needs an even number")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """`[adapter]`: low-rank matrices to train over the frozen weights of `train.init`. Without it all weights learn."""
+
+    rank: int = knob(32, "rank of the matrices")
+    alpha: float | None = knob(None, "their product is multiplied by alpha / rank; unset: by 1")
+    targets: tuple[str, ...] = knob(TARGETS, "linear layers that have them")
+    rows: Literal["draft", "all"] = knob(
+        "draft", "draft: only drafts are changed, committed text is the base's, bit for bit; all: every token"
+    )
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "adapter", "rank")
+        require(self.alpha is None or self.alpha > 0, f"adapter.alpha is {self.alpha}; use a positive number")
+        odd = next((name for name in self.targets if name not in TARGETS), None)
+        require(odd is None, f"adapter.targets has {odd!r}; use {', '.join(TARGETS)}")
+        require(bool(self.targets), f"adapter.targets is empty; use {', '.join(TARGETS)}")
+
+    @property
+    def scale(self) -> float:
+        """The factor on the product of the matrices."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
 def layer_parameters(shape: ModelConfig) -> int:
     """Parameters of all layers, norms included."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -65,3 +90,11 @@ def head_parameters(shape: ModelConfig) -> int:
 def all_parameters(shape: ModelConfig) -> int:
     """Parameters of a model without a scorer."""
     return layer_parameters(shape) + head_parameters(shape) * (1 if shape.tied else 2) + shape.dim
+
+
+def adapter_parameters(shape: ModelConfig, adapter: AdapterConfig) -> int:
+    """Parameters of an adapter."""
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sides = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}  # beside the width, which all have
+    ends = sum(shape.dim + sides.get(name, shape.ffn_dim) for name in set(adapter.targets))
+    return shape.layers * adapter.rank * ends + shape.dim

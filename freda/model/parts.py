@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from freda.errors import require
+from freda.model import adapter
+from freda.model.config import AdapterConfig
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
 
-BACKBONE = "backbone"
+BACKBONE, ADAPTER = "backbone", "adapter"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -33,17 +35,37 @@ class Part(NamedTuple):
 
 
 class Parts(nn.Module):
-    """A backbone and, for Best-of-N, a scorer of its drafts."""
+    """A backbone and, for Best-of-N, a scorer of its drafts; maybe an adapter, whose weights stand in the backbone."""
+
+    adapter: AdapterConfig | None = None
 
     def __init__(self, backbone: Transformer, scorer: Scorer | None = None) -> None:
         super().__init__()
         self.backbone, self.scorer = backbone, scorer
 
+    def adapt(self, config: AdapterConfig) -> None:
+        """Put an adapter on the backbone, without values yet; nothing else learns."""
+        self.requires_grad_(False)
+        adapter.adapt(self.backbone, config)
+        self.adapter = config
+
     def weights(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """Every weight as (part, name in the part, weight)."""
+        """Every weight as (part, name in the part, weight); those of an adapter are named as in the backbone."""
         for part, module in self.named_children():
             for name, weight in module.named_parameters():
-                yield part, name, weight
+                yield ADAPTER if part == BACKBONE and adapter.belongs(name) else part, name, weight
+
+    def saved(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """The weights of a checkpoint: all or, where there is an adapter, its own."""
+        return (weight for weight in self.weights() if self.adapter is None or weight[0] == ADAPTER)
+
+    def random_weights(self, part: str, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """New values of the weights of a part, by name, but of those that begin as copies."""
+        if part == ADAPTER:
+            return adapter.random_weights(self.backbone, seed)
+        module = self.backbone if part == BACKBONE else self.scorer
+        assert module is not None
+        return module.random_weights(seed)
 
     def copied(self, part: str) -> dict[str, str]:
         """Weights of a part that begin as copies of the backbone's, by name: the backbone's name of each."""
@@ -52,8 +74,8 @@ class Parts(nn.Module):
         return {f"last_layer.{name}": f"layers.{self.backbone.config.layers - 1}.{name}" for name in names}
 
     def exact(self) -> set[str]:
-        """Names of the weights that stay in fp32: those of small parts, whose numbers differ little."""
-        others = ((part, name) for part, name, _ in self.weights() if part != BACKBONE)
+        """Names of the weights that stay in fp32: those of a scorer, whose numbers differ little."""
+        others = ((part, name) for part, name, _ in self.weights() if part not in (BACKBONE, ADAPTER))
         return {f"{part}.{name}" for part, name in others if name not in self.copied(part)}
 
     @property

@@ -41,7 +41,7 @@ class Scorer(nn.Module):
     def __init__(self, backbone: ModelConfig, *, last_layer: bool = False) -> None:
         super().__init__()
         self.last_layer = Layer(backbone) if last_layer else None
-        config = replace(backbone, qk_norm=True, qkv_bias=False)
+        self.config = config = replace(backbone, qk_norm=True, qkv_bias=False)
         self.soft_norm = RMSNorm(config.dim, config.norm_eps)
         self.hard_norm = RMSNorm(config.dim, config.norm_eps)
         self.fuse = nn.Linear(2 * config.dim, config.dim, bias=False)
@@ -58,7 +58,7 @@ class Scorer(nn.Module):
         """
         if self.last_layer is None:
             return out.hidden
-        seen: Tensor = self.last_layer(out.beneath, rotary_angles(position, backbone.inv_freq), mask, past)[0]
+        seen: Tensor = self.last_layer(out.beneath, rotary_angles(position, backbone.inv_freq), mask.seen, past)[0]
         normed: Tensor = backbone.norm(seen)
         return normed
 

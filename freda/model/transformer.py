@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from freda.model.attention import Backend, Mask, attend
+from freda.model.attention import Backend, Drafts, Mask, Seen, attend
 from freda.model.config import ModelConfig
 from freda.model.head import Logits, aligned
+from freda.model.low_rank import LowRank, project
 
 ONE_PRODUCT = 1024  # tokens from which queries, keys and values are projected together
 
@@ -70,31 +71,32 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, past: KeysValues | None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, past: KeysValues | None, drafts: Drafts = False
     ) -> tuple[Tensor, KeysValues]:
         """x (R, T, D) to (R, T, D), and the keys and values of x."""
         rows, length, _ = x.shape
-        q, k, v = (part.view(rows, length, -1, self.head_dim) for part in self._project(x))
+        q, k, v = (part.view(rows, length, -1, self.head_dim) for part in self._project(x, drafts))
         q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)  # (R, H, T, C)
         q, k = rotate(q, rotary), rotate(k, rotary)
         new = KeysValues(k, v)
         out = attend(q, new, past, mask)
-        return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1)), new
+        return project(self.o_proj, out.transpose(1, 2).reshape(rows, length, -1), drafts), new
 
-    def _project(self, x: Tensor) -> Sequence[Tensor]:
+    def _project(self, x: Tensor, drafts: Drafts) -> Sequence[Tensor]:
         """Queries, keys and values of x (R, T, D), before their norms.
 
         Over many tokens on a GPU in one product: one with a grouped key's or value's matrix alone is too narrow and
-        runs at half the rate. Over few, copying the matrices side by side would cost more than it gains. A wrapped
-        layer (an adapter, for instance) is always called as the module it is.
+        runs at half the rate. Over few, copying the matrices side by side would cost more than it gains. An adapter
+        changes what comes out; any other wrapped layer is called as the module it is.
         """
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        plain = all(type(part) is nn.Linear for part in parts)
-        if not plain or not x.is_cuda or x.shape[0] * x.shape[1] < ONE_PRODUCT:
-            return [part(x) for part in parts]
+        known = all(type(part) in (nn.Linear, LowRank) for part in parts)
+        if not known or not x.is_cuda or x.shape[0] * x.shape[1] < ONE_PRODUCT:
+            return [project(part, x, drafts) for part in parts]
         bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
         together = F.linear(x, torch.cat([part.weight for part in parts]), bias)
-        return torch.split(together, [part.out_features for part in parts], dim=-1)
+        found = zip(parts, torch.split(together, [part.out_features for part in parts], dim=-1), strict=True)
+        return [part.changed(out, x, drafts) if isinstance(part, LowRank) else out for part, out in found]
 
 
 class FeedForward(nn.Module):
@@ -106,10 +108,10 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, drafts: Drafts = False) -> Tensor:
         """(R, T, D) to (R, T, D)."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        gate, up = project(self.gate_proj, x, drafts), project(self.up_proj, x, drafts)
+        return project(self.down_proj, F.silu(gate) * up, drafts)
 
 
 class Layer(nn.Module):
@@ -123,12 +125,12 @@ class Layer(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, past: KeysValues | None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, past: KeysValues | None, drafts: Drafts = False
     ) -> tuple[Tensor, KeysValues]:
         """x (R, T, D) to (R, T, D), and the keys and values of x."""
-        attended, new = self.self_attn(self.input_layernorm(x), rotary, mask, past)
+        attended, new = self.self_attn(self.input_layernorm(x), rotary, mask, past, drafts)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), new
+        return x + self.mlp(self.post_attention_layernorm(x), drafts), new
 
 
 class Transformer(nn.Module):
@@ -136,9 +138,12 @@ class Transformer(nn.Module):
 
     `blank_id` is the id of BLANK; logits are cut to the ids below it, so that loss, confidence, choice and likelihood
     all speak of the same vocabulary, and neither BLANK nor an unused row of the table can ever be predicted.
+
+    An adapter (`model.adapter`) makes its linear layers `LowRank` and gives BLANK an embedding beside the table.
     """
 
     inv_freq: Tensor
+    blank: nn.Parameter | None  # (1, D): an adapter's embedding of BLANK
 
     def __init__(self, config: ModelConfig, blank_id: int) -> None:
         super().__init__()
@@ -150,6 +155,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.register_buffer("inv_freq", rotary_frequencies(config), persistent=False)
+        self.register_parameter("blank", None)
 
     def forward(self, x: Tensor, position: Tensor, mask: Mask, past: Sequence[KeysValues] | None = None) -> Forward:
         """Embeddings x (R, T, D) at `position` (R, T), seeing `past` and each other as `mask` (T over K) allows."""
@@ -157,7 +163,7 @@ class Transformer(nn.Module):
         new = []
         for index, layer in enumerate(self.layers):
             beneath = x
-            x, kept = layer(x, rotary, mask, None if past is None else past[index])
+            x, kept = layer(x, rotary, mask.seen, None if past is None else past[index], mask.drafts)
             new.append(kept)
         return Forward(self.norm(x), new, beneath)
 
@@ -168,6 +174,11 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states (..., D) over all ids below BLANK: fp32, (..., blank_id)."""
         return self.head(hidden).all()
+
+    @property
+    def blank_row(self) -> Tensor:
+        """The embedding of BLANK, (D,)."""
+        return self.embed_tokens.weight[self.blank_id] if self.blank is None else self.blank[0]
 
     @property
     def head_weight(self) -> Tensor:

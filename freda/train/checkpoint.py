@@ -1,4 +1,4 @@
-"""Checkpoints: a model folder plus what training needs to continue as if it had never stopped.
+"""Checkpoints: a model folder, or an adapter's, plus what training needs to continue as if it had never stopped.
 
     optimizer/shard-*.safetensors         AdamW's moments, each rank's part, by torch.distributed.checkpoint
     state.json                            the step, and the validation loss where there was one at this step
@@ -34,8 +34,9 @@ from torch.distributed.tensor import DTensor
 
 from freda.errors import AgreedError, FredaError, require
 from freda.files import PART, beside, flush, read_json, read_text, write_json, write_whole, written_beside
+from freda.folders.adapter_folder import write_adapter
 from freda.folders.hugging_face import hugging_face_name
-from freda.folders.model_folder import About, part_file, write_files
+from freda.folders.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, About, name_in_file, part_file, write_files
 from freda.folders.tensors import save_tensors
 from freda.model.config import ModelConfig
 from freda.model.parts import BACKBONE, Parts, stored_name
@@ -102,7 +103,7 @@ class Saver(contextlib.AbstractContextManager["Saver"]):
 
     def _snapshot(self, parts: Parts, optimizer: torch.optim.AdamW, step: int, validation: float | None) -> Snapshot:
         """Copy everything that the steps to come will change. Sharded weights are put together one by one."""
-        state = {(part, name): weight for part, name, weight in parts.weights()}
+        state = {(part, name): weight for part, name, weight in parts.saved()}
         files = weight_files({key: tensor.nbytes for key, tensor in state.items()}, self._ranks.world)
         for key, tensor in state.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -147,14 +148,16 @@ class Saver(contextlib.AbstractContextManager["Saver"]):
         """This rank's file of weights; the first rank also writes all that there is one of."""
         by_file: dict[str, dict[str, Tensor]] = {}
         for (part, name), tensor in shot.weights.items():
-            stored = hugging_face_name(name) if part == BACKBONE else name
-            by_file.setdefault(shot.files[part, name], {})[stored] = tensor
-        if self._ranks.first:
+            by_file.setdefault(shot.files[part, name], {})[name_in_file(part, name)] = tensor
+        if self._ranks.first and self._about.over is not None:
+            write_adapter(folder, shape, by_file.pop(ADAPTER_FILE), self._about)
+        elif self._ranks.first:
             file = shot.files[BACKBONE, "embed_tokens.weight"]
             write_files(folder, shape, by_file.pop(file), self._about, file=file)
             if self._ranks.world > 1:
                 index = {hugging_face_name(name): file for (part, name), file in shot.files.items() if part == BACKBONE}
                 write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+        if self._ranks.first:
             write_json(folder / "state.json", {"step": shot.step, "validation": shot.validation})
         for file, tensors in by_file.items():
             save_tensors(tensors, folder / file)
@@ -269,7 +272,8 @@ def damage(folder: Path, ranks: Ranks) -> str:
     except FredaError:
         return f"{CHECKSUMS} is damaged"
     kept = [path for path in (*folder.iterdir(), *(folder / OPTIMIZER).glob("*")) if path.suffix in LISTED]
-    needed = {path.relative_to(folder).as_posix() for path in kept} | {"config.json", "state.json"}
+    shape = ADAPTER_CONFIG if (folder / ADAPTER_CONFIG).is_file() else "config.json"
+    needed = {path.relative_to(folder).as_posix() for path in kept} | {shape, "state.json"}
     unnamed = min(needed - record.keys() - {CHECKSUMS}, default="")
     if unnamed:
         return f"{CHECKSUMS} does not name {unnamed}"

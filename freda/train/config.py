@@ -1,4 +1,4 @@
-"""A training run: one TOML file with the sections `[model]`, `[data]`, `[method]` and `[train]`.
+"""A training run: one TOML file with the sections `[model]`, `[data]`, `[method]`, `[train]` and maybe `[adapter]`.
 
 The resolved config is written beside every run (`dump`), which is enough to repeat or resume it.
 """
@@ -14,7 +14,7 @@ from freda.errors import require
 from freda.methods import METHODS
 from freda.methods.method import Method
 from freda.methods.self_refine import SelfRefine
-from freda.model.config import ModelConfig
+from freda.model.config import AdapterConfig, ModelConfig
 from freda.sections import build, knob, read_tables, require_at_least, tables_as_toml, to_dict
 
 SECTIONS_OF_0_1 = ("corpus", "mini", "prepare", "source", "benchmark", "decontaminate")
@@ -91,8 +91,12 @@ class RunConfig:
     data: DataConfig = DataConfig()
     method: Method = SelfRefine()
     train: TrainConfig = TrainConfig()
+    adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.adapter is not None:
+            require(bool(self.train.init), "train.init is empty, but an adapter needs a base; name its model folder")
+            self.method.check_adapter(self.adapter.rows)
         block, row = self.method.block_size, self.data.seq_len
         legal = ", ".join(str(n) for n in range(2, 65) if row % n == 0) or "1"
         require(row % block == 0, f"method.block_size {block} does not divide data.seq_len {row}; use one of {legal}")

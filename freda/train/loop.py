@@ -109,7 +109,8 @@ def _train(
     first(lambda: prepare_folder(run.config))
     write = first(lambda: metrics_writer(run.config, folder, done)) or (lambda numbers: None)
     line = ProgressLine(name, config.train.steps, silent=not ranks.first)
-    saver = checkpoint.Saver(folder, About(run.tokenizer, run.method, "training"), ranks, keep=config.train.keep)
+    about = About(run.tokenizer, run.method, "training", run.over)
+    saver = checkpoint.Saver(folder, about, ranks, keep=config.train.keep)
     with line.live, _stop_signals() as stop, prefetch(run, done) as run.ahead, saver:
         return _run_steps(run, saver, done, line, stop, lambda numbers: ranks.agree(lambda: write(numbers)))
 
@@ -254,7 +255,7 @@ def _shared_counts(run: Run, step: int, read: list[Batch], waited: float) -> tup
     kinds = len(own[0])
     counts = [sum(numbers[kind::kinds]) for kind in range(kinds)]
     flops = [
-        method.flops(run.config.model, method.geometry.size_of(batch), passes)
+        method.flops(run.config.model, method.geometry.size_of(batch), passes, run.config.adapter)
         for batch, passes in zip(read, _passes(run, step), strict=True)
     ]
     return numbers[::kinds], counts, sum(flops), max(row[-1] for row in told) / 1e9

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from freda.methods.noise import Purpose, uniform
-from freda.model.parts import BACKBONE, Parts
+from freda.model.parts import ADAPTER, BACKBONE, Parts
 from freda.train.config import TrainConfig
 
 Copies = Mapping[Tensor, Tensor]  # of weights: their bf16 copies
@@ -24,7 +24,7 @@ def make_optimizer(parts: Parts, config: TrainConfig, *, fused: bool = False) ->
     kinds: dict[tuple[bool, bool], list[Tensor]] = {}
     for part, name, weight in parts.weights():
         if weight.requires_grad:
-            backbone = part == BACKBONE or name in parts.copied(part)
+            backbone = part in (BACKBONE, ADAPTER) or name in parts.copied(part)
             kinds.setdefault((weight.dim() >= 2, backbone), []).append(weight)
     groups: list[dict[str, Any]] = []
     for (matrix, backbone), weights in sorted(kinds.items(), reverse=True):

@@ -204,17 +204,14 @@ def sharded(root: Root) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def own_rows(module: nn.Module) -> dict[str, Part]:
-    """The rows of every weight of a module that this rank holds, which are all where it is not sharded. FSDP cuts the
-    rows as `torch.chunk` does: equal pieces, of which the last may be short or missing."""
-    parts = {}
-    for name, weight in module.named_parameters():
-        first = 0
-        if isinstance(weight, DTensor):
-            mesh, rows = weight.device_mesh, weight.shape[0]
-            first = min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
-        parts[name] = Part(own_part(weight.detach()), first)
-    return parts
+def own_rows(weight: Tensor) -> Part:
+    """The rows of a weight that this rank holds, which are all where it is not sharded. FSDP cuts the rows as
+    `torch.chunk` does: equal pieces, of which the last may be short or missing."""
+    first = 0
+    if isinstance(weight, DTensor):
+        mesh, rows = weight.device_mesh, weight.shape[0]
+        first = min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+    return Part(own_part(weight.detach()), first)
 
 
 def own_part(tensor: Tensor) -> Tensor:

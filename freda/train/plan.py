@@ -13,7 +13,7 @@ from freda.errors import FredaError, require
 from freda.files import read_json
 from freda.folders.hugging_face import model_config
 from freda.folders.model_folder import resolve_model_folder
-from freda.model.config import ModelConfig, all_parameters
+from freda.model.config import ModelConfig, adapter_parameters, all_parameters
 from freda.model.shapes import SHAPES
 from freda.train.config import RunConfig
 
@@ -33,10 +33,10 @@ def plan_lines(config: RunConfig, *, gpus: int, tflops: float, shape_name: str =
     shape = planned_shape(config, shape_name)
     tokens = train.batch_rows * seq_len
     size, most = method.geometry.size([seq_len]).times(train.batch_rows), method.training_passes
-    flops = sum(method.flops(shape, size, t) for t in range(1, most + 1)) / most
+    flops = sum(method.flops(shape, size, t, config.adapter) for t in range(1, most + 1)) / most
     seconds = flops / gpus / (tflops * 1e12)
     lines = [
-        f"model        {counted_as(all_parameters(shape), 3)} parameters",
+        f"model        {counted_as(all_parameters(shape), 3)} parameters{_learnt(config, shape)}",
         f"step         {train.batch_rows} rows of {seq_len}: {tokens:,} tokens; {flops_as(flops)} useful"
         + (f", mean over 1 to {most} passes" if most > 1 else ""),
         f"run          {train.steps:,} steps, {counted_as(train.steps * tokens, 2)} tokens, "
@@ -47,6 +47,12 @@ def plan_lines(config: RunConfig, *, gpus: int, tflops: float, shape_name: str =
     days, hours = divmod(seconds * train.steps / 3600, 24)
     whole = f"{int(days)} days {hours:.1f} hours" if days or hours > 1 / 6 else f"{3600 * hours:.0f} seconds"
     return [*lines, f"time         {seconds:.2f} s a step, {whole} at {tflops:.0f} useful TFLOP/s a GPU"]
+
+
+def _learnt(config: RunConfig, shape: ModelConfig) -> str:
+    if config.adapter is None:
+        return ""
+    return f", frozen; an adapter of {counted_as(adapter_parameters(shape, config.adapter), 3)}"
 
 
 def counted_as(count: float, digits: int) -> str:
@@ -74,13 +80,14 @@ def planned_shape(config: RunConfig, name: str) -> ModelConfig:
 
 def memory(config: RunConfig, shape: ModelConfig, gpus: int) -> dict[str, float]:
     """Bytes on each GPU by what they hold, and their sum."""
-    train, weights = config.train, all_parameters(shape)
-    streams = config.method.streams
+    train, weights, adapter = config.train, all_parameters(shape), config.adapter
+    streams = 1 if adapter is not None and adapter.rows == "draft" else config.method.streams
     rows = train.group_rows // gpus
     half = train.dtype != "float32"  # auto: on a GPU
     short = half and gpus == 1 and train.batch_rows == train.group_rows  # as Run.updates_copies
     learnt = 14 if short else 16  # fp32: weight, two moments and gradient, which may be bf16
-    states = weights * (learnt if streams else 4) / gpus
+    frozen, added = not streams or adapter is not None, 0 if adapter is None else adapter_parameters(shape, adapter)
+    states = (weights * (4 if frozen else learnt) + added * learnt) / gpus
     gathered = 2.0 * weights if half and (gpus == 1 or not train.reshard) else 0.0
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     width = 2 if half else 4

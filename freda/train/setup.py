@@ -17,11 +17,13 @@ from freda.bench.rates import matmul_rate
 from freda.data.loader import Loader, Prefetcher, rank_rows
 from freda.data.tokenizer import Tokenizer
 from freda.errors import require
-from freda.folders.model_folder import fill_part, load_model, resolve_model_folder
+from freda.folders.adapter_folder import base_fingerprint, read_adapter_config
+from freda.folders.model_folder import Over, fill_part, load_model, resolve_model_folder
 from freda.methods.method import Method
+from freda.model.adapter import BLANK
 from freda.model.attention import pick_backend
 from freda.model.config import ModelConfig
-from freda.model.parts import BACKBONE, Parts, pick_device
+from freda.model.parts import ADAPTER, BACKBONE, Part, Parts, pick_device
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer, rotary_frequencies
 from freda.train.config import RunConfig
@@ -29,6 +31,7 @@ from freda.train.optim import make_optimizer
 from freda.train.parallel import Ranks, Root, check_gpu, own_rows, shard
 
 T = TypeVar("T")
+Sources = dict[str, Path]  # the folders that parts of a model are read from
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Run:
     device: torch.device
     root: Root  # calls the method's functions on the model, with all weights it needs
     ranks: Ranks = Ranks()
+    over: Over | None = None  # an adapter, and its base
     optimizer: torch.optim.AdamW = field(init=False)
     shares: list[range] = field(init=False)  # this rank's rows of each group, numbered within the step
     ahead: Prefetcher | None = None  # None: a step reads its batches itself
@@ -78,13 +82,13 @@ def setup(config: RunConfig, resume_from: Path | None = None, ranks: Ranks = Ran
     device = pick_device(config.train.device)
     if config.train.dtype == "auto":
         config = replace(config, train=replace(config.train, dtype="bfloat16" if device.type == "cuda" else "float32"))
-    run, folder, new = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
+    run, sources = ranks.agree(lambda: _assemble(config, resume_from, device, ranks))
     if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
         compile_layers(run.parts.backbone, config.train.activations)
     if ranks.world > 1:
         shard(run.root, config.train.dtype, device, ranks, reshard=config.train.reshard)
     run.root.to_empty(device=device)
-    ranks.agree(lambda: fill(run.parts, folder, new, config.train.seed))
+    ranks.agree(lambda: fill(run.parts, sources, config.train.seed))
     fused = device.type == "cuda" and not run.updates_copies
     run.optimizer = make_optimizer(run.parts, config.train, fused=fused)  # over what each rank has
     if device.type == "cuda":
@@ -93,20 +97,26 @@ def setup(config: RunConfig, resume_from: Path | None = None, ranks: Ranks = Ran
 
 
 @torch.no_grad()
-def fill(parts: Parts, folder: Path | None, new: set[str], seed: int) -> None:
-    """Give a model that has nothing but storage the weights of a model folder; a rank of several, its rows of each.
-    Parts that the folder does not have (`new`), or all without a folder, are made from the seed."""
-    rows = {part: own_rows(module) for part, module in parts.named_children()}
-    for part, module in parts.named_children():
+def fill(parts: Parts, sources: Sources, seed: int) -> None:
+    """Give a model that has nothing but storage its weights, those of each part from its source or, without one, from
+    the seed; a rank of several, its rows of each."""
+    rows = dict[str, dict[str, Part]]()
+    for part, name, weight in parts.weights():
+        rows.setdefault(part, {})[name] = own_rows(weight)
+    for module in parts.children():
         assert isinstance(module, Transformer | Scorer)
         module.inv_freq = rotary_frequencies(parts.backbone.config).to(parts.device)  # a buffer that is never stored
-        if folder is not None and part not in new:
-            fill_part(folder, part, rows[part])
+    for part, own in rows.items():
+        if part in sources:
+            fill_part(sources[part], part, own)
             continue
-        for name, whole in module.random_weights(seed):
-            rows[part][name].tensor.copy_(rows[part][name].of(whole))
+        for name, whole in parts.random_weights(part, seed):
+            own[name].tensor.copy_(own[name].of(whole))
         for name, source in parts.copied(part).items():  # whose rows are cut alike
-            rows[part][name].tensor.copy_(rows[BACKBONE][source].tensor)
+            own[name].tensor.copy_(rows[BACKBONE][source].tensor)
+        if part == ADAPTER:  # BLANK begins as it is in the base's table
+            blank = Part(own[BLANK].tensor, parts.backbone.blank_id)
+            fill_part(sources[BACKBONE], BACKBONE, {"embed_tokens.weight": blank})
 
 
 def compile_layers(model: Transformer, activations: float) -> None:
@@ -122,9 +132,7 @@ def compile_layers(model: Transformer, activations: float) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True)
 
 
-def _assemble(
-    config: RunConfig, resume_from: Path | None, device: torch.device, ranks: Ranks
-) -> tuple[Run, Path | None, set[str]]:
+def _assemble(config: RunConfig, resume_from: Path | None, device: torch.device, ranks: Ranks) -> tuple[Run, Sources]:
     """The run, checked, whose model has no storage yet; and what `fill` needs."""
     check_gpu(device, ranks)
     require(bool(config.data.path), "data.path is empty; name a folder made by freda prepare")
@@ -133,7 +141,7 @@ def _assemble(
     align, block = rows.manifest.align, config.method.block_size
     odd = f"method.block_size {block} does not divide the shards' align {align}"
     require(align % block == 0, f"{odd}; prepare them with align={block}")
-    parts, tokenizer, folder, new = _initial_model(config, resume_from)
+    parts, tokenizer, sources = _initial_model(config, resume_from)
     parts.backbone.backend = pick_backend(config.train.attention, device)
     rows.check_tokenizer(tokenizer)
     run = Run(
@@ -145,27 +153,47 @@ def _assemble(
         device=device,
         root=Root(parts),
         ranks=ranks,
+        over=_over(config, sources),
     )
-    return run, folder, new
+    return run, sources
 
 
-def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, Tokenizer, Path | None, set[str]]:
-    """The checkpoint, the model to start from, or a new one: in this order. Without storage, but fit to be filled."""
-    method, init = config.method, config.train.init
+def _over(config: RunConfig, sources: Sources) -> Over | None:
+    """The adapter of a run, and its base, which must be what it was when the run began."""
+    if config.adapter is None:
+        return None
+    over = Over(config.adapter, sources[BACKBONE], base_fingerprint(sources[BACKBONE]))
+    if ADAPTER in sources:
+        begun = read_adapter_config(sources[ADAPTER])[1]["base"]["fingerprint"]
+        same = begun == over.fingerprint
+        require(same, f"the base {over.base} is not what it was when the run began; put it back, or start a new run")
+    return over
+
+
+def _initial_model(config: RunConfig, resume_from: Path | None) -> tuple[Parts, Tokenizer, Sources]:
+    """The checkpoint, the model to start from, or a new one: in this order. Without storage, but fit to be filled. An
+    adapter's checkpoint is the adapter alone, over the model to start from."""
+    method, init, adapter = config.method, config.train.init, config.adapter
     if resume_from is not None or init:
-        folder = resume_from or resolve_model_folder(Path(init))  # once: a run may write its next checkpoint meanwhile
+        own = None if adapter is not None else resume_from
+        folder = own or resolve_model_folder(Path(init))  # once: a run may write its next checkpoint meanwhile
         loaded = load_model(folder, "meta")
-        if resume_from is None:
+        if own is None:
             _check_shape(config.model, loaded.backbone.config)
         new = method.start_from(loaded.parts, None if resume_from else loaded.method, init)
-        return loaded.parts, loaded.tokenizer, folder, new
+        sources = {part: folder for part, _ in loaded.parts.named_children() if part not in new}
+        if adapter is not None:
+            loaded.parts.adapt(adapter)
+            sources |= {ADAPTER: resume_from} if resume_from is not None else {}
+        return loaded.parts, loaded.tokenizer, sources
     tokenizer = Tokenizer.load(Path(config.data.path))
     shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=tokenizer.size)
     odd = f"model.vocab_size {shape.vocab_size} is below the tokenizer's {tokenizer.size}"
     require(shape.vocab_size >= tokenizer.size, f"{odd}; use 0 to take the tokenizer's")
     with torch.device("meta"):
         parts = Parts(Transformer(shape, tokenizer.blank_id))
-    return parts, tokenizer, None, method.start_from(parts, None, "")
+    method.start_from(parts, None, "")
+    return parts, tokenizer, {}
 
 
 def _check_shape(asked: ModelConfig, found: ModelConfig) -> None:
