@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from freda.cli import run
 from freda.decode import device, places
+from freda.decode.api import Model
 from freda.decode.config import EngineConfig
 from freda.decode.engine import Engine
 from freda.decode.generate import generate
@@ -22,6 +24,10 @@ from freda.decode.plain import PlainModel
 from freda.decode.request import Output, Pass, Request
 from freda.decode.show import LiveDrafts
 from freda.errors import FredaError
+from freda.eval.config import SystemConfig
+from freda.eval.evaluate import evaluate
+from freda.eval.tasks.task import Example, Graded, Task
+from freda.folders.model_folder import load_model
 from freda.methods import default_method, method_like, method_named
 from freda.methods.draft import Prediction, Sampling, predict, soft_embedding
 from freda.methods.method import Method
@@ -404,6 +410,33 @@ def test_the_command_line_refuses_a_model_without_causal_text(
     assert "needs causal text" in capsys.readouterr().err
     assert run(["train", "--dry-run", "--set", "method.name=verified"]) == 2
     assert "decodes models of other methods" in capsys.readouterr().err
+
+
+def test_eval_and_sweeps_name_a_method_and_results_have_accepted_lengths(folder: Path, tmp_path: Path) -> None:
+    def graded(examples: Any, answers: Any) -> list[Graded]:
+        return [Graded(True, answer, answer) for answer in answers]
+
+    task = Task(name="t", kind="mathematics", rows=3, load=lambda *_: [], grade_all=graded, max_new_tokens=10)
+    examples = [Example(str(number), "How many " + "shells" * number, "", {}) for number in range(3)]
+    model, found = Model(load_model(folder)), {}
+    for name in ("verified:tail=blank", "autoregressive"):
+        settings = SystemConfig(models=("m",), method=name).decoding(10)
+        first = evaluate(model, task, examples, tmp_path / name[:4], settings=settings)
+        found[name] = evaluate(model, task, examples, tmp_path / name[:4], settings=settings)  # from its own file
+        assert first["accepted"] == found[name]["accepted"] and first["settings"]["method"] == name
+        lines = (tmp_path / name[:4] / "samples.jsonl").read_text().splitlines()[1:]
+        found[name]["texts"] = [json.loads(line)["output"] for line in lines]
+    one, other = found.values()
+    assert one["texts"] == other["texts"] and other["accepted"] == {"1": other["nfe"] * 3}
+    assert sum(one["accepted"].values()) == pytest.approx(3 * one["nfe"])
+
+
+def test_chat_takes_it_by_default(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many\n"))
+    assert run(["chat", str(folder), "--max-new-tokens", "6", "--device", "cpu"]) == 0
+    assert "decoding as verified" in capsys.readouterr().err
 
 
 def test_bench_rows_have_accepted_lengths(rates_once: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

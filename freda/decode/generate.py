@@ -10,7 +10,8 @@ Where blocks begin, what their slots show and which tokens are committed is a ma
 layout the last P mod B tokens of a prompt sit in the first generated block as given tokens (M12); in the shifted layout
 the first slot shows the last known token, which is committed with the block. The autoregressive method has no draft
 part and predicts after its last committed token. Where drafts are checked, the draft stands among the committed tokens,
-too, and is kept as far as these predict it: a pass closes a prefix of its block.
+too, and is kept as far as these predict it: a pass closes a prefix of its block. The next one runs that prefix again,
+which the engine spares itself.
 
 Counting (M14): a forward counts once for each request that it chooses tokens or commits for.
 """
@@ -233,9 +234,6 @@ class RequestBatch:
 
     def next_blocks(self, finished: set[int]) -> None:
         """Go on behind what has closed, and let finished texts leave the batch."""
-        if self.cache is not None and self.geometry.checked:  # it was run as text before it was known to be
-            for text in self.sequences:
-                text.stored = self.geometry.storable(len(text.clean))
         self.state = self.state._replace(begin=self._begin(), known=self._known())
         if finished:
             self.leave(finished)
