@@ -110,7 +110,7 @@ class Method:
         from freda.methods import METHODS
 
         name = values.get("name", "self-refine")
-        require(name in METHODS, f"method.name is {name!r}; use one of {', '.join(METHODS)}")
+        require(name in list(METHODS), f"method.name is {name!r}; use one of {', '.join(METHODS)}")
         return METHODS[name], {key: value for key, value in values.items() if key != "name"}
 
     def stored(self) -> dict[str, Any]:
