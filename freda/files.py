@@ -68,6 +68,8 @@ def read_json(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         values = parse_json(text)
+        if "\\ud" in text.lower():  # JSON can spell half a character, which nothing can write
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
     except ValueError as error:
         raise FredaError(f"{path.name} is not valid JSON: {error}") from None
     if not isinstance(values, dict):

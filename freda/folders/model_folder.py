@@ -214,7 +214,7 @@ def method_of(section: Mapping[str, Any]) -> Method:
     missing = {"blank_token_id", "method", "stage"} - section.keys()
     require(not missing, f"the freda section of config.json has no {', '.join(sorted(missing))}; write the model again")
     name = section["method"]
-    require(name in METHODS, f"config.json names the method {name!r}; this version has {', '.join(METHODS)}")
+    require(name in list(METHODS), f"config.json names the method {name!r}; this version has {', '.join(METHODS)}")
     return METHODS[name].restored(section)
 
 

@@ -117,7 +117,7 @@ class Method:
         from freda.methods import METHODS
 
         name = values.get("name", "self-refine")
-        require(name in METHODS, f"method.name is {name!r}; use one of {', '.join(METHODS)}")
+        require(name in list(METHODS), f"method.name is {name!r}; use one of {', '.join(METHODS)}")
         trained = [known for known, kind in METHODS.items() if kind.trains]
         odd = f"method.name is {name!r}, which decodes models of other methods and trains none"
         require(name in trained, f"{odd}; use one of {', '.join(trained)}")
