@@ -18,7 +18,7 @@ from freda.eval.likelihood import Reading, choice_log_probs, log_likelihood
 from freda.folders.model_folder import LoadedModel
 from freda.methods.draft import soft_embedding
 from freda.methods.method import Method
-from freda.model.attention import clean_tokens, concat, draft_tokens, make_mask
+from freda.model.attention import Mask, clean_tokens, concat, draft_tokens, make_mask
 from freda.model.parts import Parts
 from freda.model.transformer import Transformer
 from tests.helpers import (
@@ -277,7 +277,8 @@ def by_hand(loaded: LoadedModel, context: list[int], continuation: list[int], fa
         i = torch.arange(len(ids[0]))
         committed = (i[:, None] >= i) if geometry.causal else (i[:, None] // 4 >= i // 4)
         mask = torch.where(i[:, None] >= first, torch.ones_like(committed), committed & (i < first))
-        hidden = model(model.embed_tokens(ids), i[None], mask[None, None]).hidden[0, place - geometry.shift]
+        out = model(model.embed_tokens(ids), i[None], Mask(mask[None, None], drafts=False))
+        hidden = out.hidden[0, place - geometry.shift]
         found.append(float(model.logits(hidden).log_softmax(-1)[text[place]]))
     return found
 

@@ -16,6 +16,7 @@ from freda.errors import FredaError
 from freda.eval import likelihood
 from freda.eval.likelihood import Scored, choice_log_probs, log_likelihood
 from freda.folders.model_folder import LoadedModel
+from freda.model.attention import Mask
 from freda.model.parts import Parts
 from freda.model.scorer import Scorer
 from freda.model.transformer import Transformer
@@ -47,7 +48,8 @@ def hidden_by_hand(model: Transformer, ids: list[int], size: int) -> Tensor:
     """A plain forward over one row in which a token sees its own and earlier blocks: no packing, no `masks`."""
     block = torch.arange(len(ids)) // size
     mask = (block[:, None] >= block[None, :])[None, None]
-    return model(model.embed_tokens(torch.tensor([ids])), torch.arange(len(ids))[None], mask).hidden[0]
+    x, position = model.embed_tokens(torch.tensor([ids])), torch.arange(len(ids))[None]
+    return model(x, position, Mask(mask, drafts=False)).hidden[0]
 
 
 @torch.no_grad()
